@@ -1,0 +1,282 @@
+"""The schedule: an explicit list, per role in the mesh, of compute, communication and memory steps.
+
+Semantics. Instructions issue in program order. A `Run` executes in order on the compute stream. A collective, `Send`
+or `Recv` executes in issue order on the queue of its communicator (its group of ranks) and is a rendezvous; what it
+writes may be read, and what it reads may be freed or overwritten, only after a `Wait` on its outputs (for a `Send`:
+on its inputs). `Free` ends the life of a buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+
+from fparallel.layout import Layout, typed
+from fparallel.mesh import Axis, Mesh
+from fparallel.schedule.segment import Segment
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A named value, one part of it on every rank of a role.
+
+    Attributes:
+      kind: "argument", "constant", "temp" or "result" (an output of the step that is not an argument).
+      memory: "device", "pinned_host" or "nvme".
+    """
+
+    name: str
+    dtype: torch.dtype
+    layout: Layout
+    kind: str = "temp"
+    memory: str = "device"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the fullest rank."""
+        return self.layout.max_local_numel * self.dtype.itemsize
+
+    def local_bytes(self, coords: dict[str, int]) -> int:
+        numel = 1
+        for size in self.layout.local_shape(coords):
+            numel *= size
+        return numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name}: {typed(self.dtype, self.layout)}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Runs a segment. `inplace` pairs (position in outs, position in ins) share storage: the input dies."""
+
+    segment: str
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+    label: str = ""
+    inplace: tuple[tuple[int, int], ...] = ()
+    cause: str = ""
+
+    op = "run"
+    stream = "compute"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.ins
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.outs
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective over mesh (sub-)axes of one or several tensors (a bucket, all of one dtype).
+
+    What happens to each tensor follows from the layouts of its two buffers: an all_gather removes `axes` from the end
+    of one factor's axes, a reduce_scatter turns unreduced axes into the last axes of a factor, an all_reduce removes
+    unreduced axes, an all_to_all moves axes from the end of one factor to the end of another, a permute exchanges
+    whole shards. `reduce` is "sum", "max", "min" or "" (nothing is reduced).
+    """
+
+    kind: str
+    axes: tuple[Axis, ...]
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+    reduce: str = ""
+    cause: str = ""
+    source: str = ""
+
+    @property
+    def op(self) -> str:
+        return self.kind
+
+    @property
+    def stream(self) -> str:
+        return "comm:" + "*".join(map(str, self.axes))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.ins
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.outs
+
+
+@dataclass(frozen=True)
+class Send:
+    """Sends buffers to the rank with coordinate `peer` along `axis` (all other coordinates equal)."""
+
+    axis: Axis
+    peer: int
+    ins: tuple[str, ...]
+    cause: str = ""
+
+    op = "send"
+
+    @property
+    def stream(self) -> str:
+        return f"p2p:{self.axis}"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.ins
+
+    writes: tuple[str, ...] = field(default=(), init=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Recv:
+    """Receives buffers from the rank with coordinate `peer` along `axis`."""
+
+    axis: Axis
+    peer: int
+    outs: tuple[str, ...]
+    cause: str = ""
+
+    op = "recv"
+
+    @property
+    def stream(self) -> str:
+        return f"p2p:{self.axis}"
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.outs
+
+    reads: tuple[str, ...] = field(default=(), init=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Blocks until the pending step on each of the buffers is done."""
+
+    bufs: tuple[str, ...]
+    cause: str = ""
+
+    op = "wait"
+    stream = "compute"
+    reads: tuple[str, ...] = field(default=(), init=False, repr=False)
+    writes: tuple[str, ...] = field(default=(), init=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Free:
+    """Ends the life of buffers."""
+
+    bufs: tuple[str, ...]
+    cause: str = ""
+
+    op = "free"
+    stream = "compute"
+    reads: tuple[str, ...] = field(default=(), init=False, repr=False)
+    writes: tuple[str, ...] = field(default=(), init=False, repr=False)
+
+
+Instr = Run | Collective | Send | Recv | Wait | Free
+
+
+def is_async(instr: Instr) -> bool:
+    """Whether the step is still pending after it has been issued."""
+    return isinstance(instr, (Collective, Send, Recv))
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of one role: all ranks whose coordinates include `role` (a pipeline coordinate; () for all ranks).
+
+    Attributes:
+      arguments: buffers that are live at the start, in the order of the step's flattened arguments, then constants.
+      results: buffers of the step's flattened outputs; live at the end. A result may be an argument passed through.
+      donated: arguments that end their life inside the program.
+    """
+
+    role: tuple[tuple[str, int], ...]
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    donated: frozenset[str]
+    instrs: tuple[Instr, ...]
+
+    def __len__(self) -> int:
+        return len(self.instrs)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A verified-before-run parallel program: see the module docstring for its semantics."""
+
+    mesh: Mesh
+    buffers: dict[str, Buffer]
+    segments: dict[str, Segment]
+    programs: tuple[Program, ...]
+
+    def program(self, rank: int) -> Program:
+        """The program of one rank."""
+        coords = self.mesh.coords(rank)
+        for program in self.programs:
+            if all(coords[axis] == at for axis, at in program.role):
+                return program
+        raise AssertionError(f"no program for rank {rank}")
+
+    def ranks(self, program: Program) -> list[int]:
+        return [r for r in range(self.mesh.size) if all(self.mesh.coords(r)[a] == at for a, at in program.role)]
+
+    def collectives(self, op: str | None = None, axis: str | None = None) -> Iterator[Collective]:
+        """The collectives of the first program, filtered by kind and by the name of a mesh axis that they span."""
+        for instr in self.programs[0].instrs:
+            if isinstance(instr, Collective) and op in (None, instr.kind):
+                if axis is None or any(a.name == axis for a in instr.axes):
+                    yield instr
+
+    def count(self, op: str | None = None, axis: str | None = None) -> int:
+        """Number of instructions of a kind (`run`, `wait`, ... or a collective; None: any collective) in one program."""
+        if op is None or op in COLLECTIVES:
+            return sum(1 for _ in self.collectives(op, axis))
+        return sum(1 for instr in self.programs[0].instrs if instr.op == op)
+
+    def bytes(self, op: str | None = None, axis: str | None = None) -> int | float:
+        """Payload that one rank sends in a step through collectives of a kind, in bytes, without padding.
+
+        For n ranks in the group and s bytes of the tensor on one rank outside the collective's own sharding:
+        all_gather, reduce_scatter and all_to_all s(n-1)/n, all_reduce 2s(n-1)/n.
+        """
+        total = sum((self.payload(instr) for instr in self.collectives(op, axis)), Fraction(0))
+        return int(total) if total.denominator == 1 else float(total)
+
+    def payload(self, instr: Collective) -> Fraction:
+        """Bytes sent by one rank (the average over its group)."""
+        n = 1
+        for axis in instr.axes:
+            n *= axis.size
+        total = Fraction(0)
+        for src, dst in zip(instr.ins, instr.outs, strict=True):
+            whole = self.buffers[dst if instr.kind == "all_gather" else src]
+            size = Fraction(1)
+            for dim in whole.layout.dims:
+                for factor in dim:
+                    size *= Fraction(factor.size, factor.num_shards)
+            size *= whole.dtype.itemsize
+            total += size * (n - 1) / n * (2 if instr.kind == "all_reduce" else 1)
+        return total
+
+    @functools.cached_property
+    def text(self) -> str:
+        from fparallel.schedule.text import schedule_text
+
+        return schedule_text(self)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def verify(self, *, memory_budget: int | None = None) -> None:
+        """Raises ScheduleError, naming rank and instruction, unless the schedule is safe to run; see verify.py."""
+        from fparallel.schedule.verify import verify
+
+        verify(self, memory_budget=memory_budget)

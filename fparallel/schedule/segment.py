@@ -1,0 +1,205 @@
+"""Segments: straight-line local compute between collectives, as plain data.
+
+A segment is SSA: values 0..num_inputs-1 are its inputs, every op defines the next ones. What depends on the rank (the
+local size of a dim, the offset of a shard) stands in the arguments as a symbol with `resolve(coords)`, so one segment
+serves every rank of a mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fparallel.layout import Layout, typed
+from fparallel.mesh import Axis
+
+Coords = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value of the segment."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"%{self.index}"
+
+
+@dataclass(frozen=True)
+class LocalShape:
+    """The local shape of a layout, as a list of ints."""
+
+    layout: Layout
+
+    def resolve(self, coords: Coords) -> list[int]:
+        return list(self.layout.local_shape(coords))
+
+    def __str__(self) -> str:
+        return f"shape{self.layout}"
+
+
+@dataclass(frozen=True)
+class LocalSize:
+    """The local size of one dim of a layout."""
+
+    layout: Layout
+    dim: int
+
+    def resolve(self, coords: Coords) -> int:
+        return self.layout.local_shape(coords)[self.dim]
+
+    def __str__(self) -> str:
+        return f"size{self.layout}.{self.dim}"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Which global indices a layout gives the rank: per dim the (start, count, stride) of each factor."""
+
+    layout: Layout
+
+    def resolve(self, coords: Coords) -> list[list[tuple[int, int, int]]]:
+        return [list(runs) for runs in self.layout.runs(coords)]
+
+    def __str__(self) -> str:
+        return f"runs{self.layout}"
+
+
+@dataclass(frozen=True)
+class IsFirst:
+    """Whether the rank is the first along every one of the axes."""
+
+    axes: tuple[Axis, ...]
+
+    def resolve(self, coords: Coords) -> bool:
+        return not any(axis.digit(coords) for axis in self.axes)
+
+    def __str__(self) -> str:
+        return "first(" + ",".join(map(str, self.axes)) + ")"
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """How to slice a local tensor of layout `src` to `dst` (some more axes on some factors).
+
+    Resolves to (local factor sizes, [(position, start, length), ...], local shape of dst).
+    """
+
+    src: Layout
+    dst: Layout
+
+    def resolve(self, coords: Coords) -> tuple[list[int], list[tuple[int, int, int]], list[int]]:
+        from fparallel.layout import common_refinement, regroup
+
+        sizes: list[int] = []
+        cuts: list[tuple[int, int, int]] = []
+        for before, after in zip(self.src.dims, self.dst.dims, strict=True):
+            chain = common_refinement([f.size for f in before], [f.size for f in after])
+            a, b = (regroup(before, chain), regroup(after, chain)) if chain is not None else (None, None)
+            if a is None or b is None:
+                raise AssertionError(f"{self.src} does not narrow to {self.dst}")
+            for x, y in zip(a, b, strict=True):
+                (s0, n0), (s1, n1) = x.piece(coords), y.piece(coords)
+                if (s0, n0) != (s1, n1):
+                    cuts.append((len(sizes), s1 - s0, n1))
+                sizes.append(n0)
+        return sizes, cuts, list(self.dst.local_shape(coords))
+
+    def __str__(self) -> str:
+        return f"narrow{self.src}->{self.dst}"
+
+
+Symbol = LocalShape | LocalSize | Runs | IsFirst | Narrowing
+
+
+def map_refs(f: Any, arg: Any) -> Any:
+    """`arg` with every Ref replaced by f(ref); tuples and lists are walked."""
+    if isinstance(arg, Ref):
+        return f(arg)
+    if isinstance(arg, (tuple, list)):
+        return type(arg)(map_refs(f, a) for a in arg)
+    return arg
+
+
+def refs_of(arg: Any) -> Iterator[Ref]:
+    if isinstance(arg, Ref):
+        yield arg
+    elif isinstance(arg, (tuple, list)):
+        for a in arg:
+            yield from refs_of(a)
+    elif isinstance(arg, dict):
+        for a in arg.values():
+            yield from refs_of(a)
+
+
+@dataclass(frozen=True)
+class LocalOp:
+    """One local op.
+
+    Attributes:
+      target: "aten.mm.default", the name of an operator; "local.slice", a function of `schedule/local_ops.py`; or
+        "map.NAME", the elementwise segment NAME over leaves of one local shape.
+      args, kwargs: constants, symbols, and `Ref`s, possibly in lists.
+      outs: the index of each result; None where the result is unused (several results) .
+      source: "file.py:12", the user's line that this comes from.
+    """
+
+    target: str
+    args: tuple[Any, ...]
+    outs: tuple[int | None, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    source: str = ""
+
+    def __str__(self) -> str:
+        outs = ", ".join("_" if o is None else f"%{o}" for o in self.outs)
+        args = [_arg_text(a) for a in self.args] + [f"{k}={_arg_text(v)}" for k, v in self.kwargs]
+        return f"{outs} = {self.target}({', '.join(args)})" + (f"  # {self.source}" if self.source else "")
+
+
+def _arg_text(arg: Any) -> str:
+    if isinstance(arg, (list, tuple)):
+        return "[" + ", ".join(map(_arg_text, arg)) + "]"
+    return str(arg)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Straight-line local compute.
+
+    Attributes:
+      name: unique in its schedule.
+      inputs, outputs: per value its dtype and layout. No output aliases an input or another output.
+      ops: what runs; not part of equality (the fingerprint is).
+      results: the value of each output.
+      flops: floating point operations on the fullest rank.
+    """
+
+    name: str
+    inputs: tuple[tuple[torch.dtype, Layout], ...]
+    outputs: tuple[tuple[torch.dtype, Layout], ...]
+    ops: tuple[LocalOp, ...] = field(compare=False, repr=False)
+    results: tuple[int, ...] = field(compare=False, repr=False)
+    flops: int = 0
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.fingerprint:
+            text = "\n".join(str(op).split("  # ")[0] for op in self.ops) + str(self.results)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+            object.__setattr__(self, "fingerprint", digest)
+
+    @functools.cached_property
+    def signature(self) -> str:
+        ins = ", ".join(typed(*value) for value in self.inputs)
+        outs = ", ".join(typed(*value) for value in self.outputs)
+        return f"({ins}) -> ({outs})"
+
+    def __str__(self) -> str:
+        body = "\n".join(f"  {op}" for op in self.ops)
+        return f"segment {self.name} {self.signature}\n{body}\n  return {', '.join(f'%{r}' for r in self.results)}"
