@@ -1,7 +1,7 @@
 """Every error that fparallel raises on purpose, and the warning it gives.
 
 A message says what was found and what was expected, names the leaf path or source line, and ends with a line
-``Fix: ...``. Errors that a user can cause are ``ValueError``s as well, so that ``except ValueError`` catches them.
+``Fix: ...``. Errors that a user can cause are ``ValueError``s as well.
 """
 
 from __future__ import annotations
