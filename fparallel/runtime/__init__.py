@@ -1,0 +1,1 @@
+"""Running schedules: executors, transports, and the functions that segments become."""

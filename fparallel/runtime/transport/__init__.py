@@ -1,0 +1,1 @@
+"""Transports: how the ranks of a schedule exchange tensors."""
