@@ -8,9 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.utils._pytree as _torch_pytree
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
-__all__ = ["register_torch_pytree"]
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "current_backward_sequence",
+    "forward_sequence",
+    "functorch_active",
+    "register_torch_pytree",
+    "returns_list",
+]
 
 
 def register_torch_pytree(
@@ -41,3 +58,25 @@ def register_torch_pytree(
         lambda children, context: unflatten(context, children),
         flatten_with_keys_fn=children_with_keys,
     )
+
+
+def functorch_active() -> bool:
+    """Whether a ``torch.func`` transform (grad, vmap, jvp, ...) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def forward_sequence() -> int:
+    """The sequence number that autograd will give to the next forward op."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def current_backward_sequence() -> int | None:
+    """The sequence number of the forward op whose backward is running, if any."""
+    node = torch._C._current_autograd_node()
+    return node._sequence_nr() if node is not None else None
+
+
+def returns_list(operator: Any) -> bool:
+    """Whether an ATen operator returns one value that is a list of tensors (`aten.split.Tensor`)."""
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and len(schema.returns) == 1 and "List" in str(schema.returns[0].type)

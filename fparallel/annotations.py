@@ -52,7 +52,7 @@ class Scope:
         self._frames = [frame]
         while not self._frames[-1].f_code.co_flags & 0x1:  # a class body or a module: not CO_OPTIMIZED
             outer = self._frames[-1].f_back
-            if outer is None or self._frames[-1].f_locals is self.globals:
+            if outer is None or outer.f_globals is not self.globals:
                 break
             self._frames.append(outer)
         self._frames = [f for f in self._frames if f.f_locals is not self.globals]
@@ -109,7 +109,7 @@ class Registered:
         assert self._scope is not None
         namespace = self._scope.globals if owner is self.cls else vars(sys.modules[owner.__module__])
         local = self._scope.locals()
-        local.setdefault(self.cls.__name__, self.cls)
+        local[self.cls.__name__] = self.cls
         annotation = self._annotations[name]
         holder = type(name, (), {"__annotations__": {name: annotation}, "__module__": owner.__module__})
         try:
@@ -159,7 +159,7 @@ def _walk(
             yield ()
         return
     cls, children = node.type, node.children()
-    if not children:
+    if cls is None or not children:
         return
     hint = next((h for h in _alternatives(hint) if _describes(h.type, cls)), Hint(Any, {}))
     args = get_args(hint.type)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "DataError",
@@ -47,7 +48,7 @@ class FparallelError(Exception):
         at = "" if self.where is None else f"\n  at {self.where}"
         return f"{self.message}{at}\nFix: {self.fix}"
 
-    def __reduce__(self):  # the keyword-only `fix` defeats BaseException's own pickling
+    def __reduce__(self) -> tuple[Any, ...]:  # the keyword-only `fix` defeats BaseException's own pickling
         return _rebuild, (type(self), self.message, self.fix, self.where)
 
 

@@ -72,8 +72,8 @@ class LogicalSpec:
 
     def __str__(self) -> str:
         dims = " ".join(_render(dim) for dim in self.dims)
-        index = "".join(f" {name}[{i}/{n}]" for name, i, n in self.index_axes)
-        return f"({dims}){index}"
+        index = "".join(f" of {name} {i}/{n}" for name, i, n in self.index_axes)
+        return f"{dims}{index}".strip()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -43,8 +43,8 @@ def dataclass(
 ) -> Any:
     """Make a class a frozen dataclass that is a node of pytrees, fparallel's and torch's.
 
-    Fields are children; jaxtyping annotations name their logical axes; fields marked :func:`static` are part of
-    the structure. ``None`` in a field has no leaves. The class gets a method ``replace(**changes)``.
+    Fields are children; jaxtyping annotations name their logical axes; fields marked :func:`static` are part
+    of the structure. ``None`` in a field has no leaves. The class gets a method ``replace(**changes)``.
 
     Args:
         cls: the class; absent in ``@fp.dataclass(...)``.
@@ -61,15 +61,16 @@ def dataclass(
     Mlp(up=2, gated=False)
     """
     frame = sys._getframe(1)
-    freeze = dataclasses.dataclass(frozen=True, eq=eq, kw_only=kw_only, repr=repr)
-    if cls is not None:
-        return _register(freeze(cls), frame)
-    return lambda cls: _register(freeze(cls), frame)
+
+    def decorate(cls: type[T]) -> type[T]:
+        if cls in REGISTRY:
+            raise TreeError(f"the class {cls.__qualname__} is registered already", fix="decorate it once")
+        return _register(dataclasses.dataclass(cls, frozen=True, eq=eq, kw_only=kw_only, repr=repr), frame)
+
+    return decorate if cls is None else decorate(cls)
 
 
 def _register(cls: type[T], frame: FrameType) -> type[T]:
-    if cls in REGISTRY:
-        raise TreeError(f"the class {cls.__qualname__} is registered already", fix="decorate it once")
     registered = REGISTRY[cls] = Registered(cls, Scope(frame))
     with contextlib.suppress(
         TreeError
@@ -79,7 +80,11 @@ def _register(cls: type[T], frame: FrameType) -> type[T]:
         cls.replace = _replace  # type: ignore[attr-defined]
     flatten_node, flatten_present, unflatten_node, unflatten_present = _node_functions(registered)
     optree.register_pytree_node(
-        cls, flatten_node, unflatten_node, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE
+        typing.cast(Any, cls),
+        flatten_node,
+        unflatten_node,
+        path_entry_type=optree.GetAttrEntry,
+        namespace=NAMESPACE,
     )
     register_torch_pytree(cls, flatten_present, unflatten_present)
     return cls
@@ -88,7 +93,7 @@ def _register(cls: type[T], frame: FrameType) -> type[T]:
 def _node_functions(registered: Registered) -> tuple[Callable[..., Any], ...]:
     """How to take an instance apart and put it together, for optree and for torch.
 
-    To torch ``None`` is a leaf, and one that ``torch.func`` refuses; so torch is not shown ``None`` in fields.
+    To torch ``None`` is a leaf, and one that ``torch.func`` refuses; so torch is not shown ``None`` fields.
     """
     cls, names, statics = registered.cls, registered.children, registered.statics
     children_of, statics_of = _getter(names), _getter(statics)
@@ -101,7 +106,7 @@ def _node_functions(registered: Registered) -> tuple[Callable[..., Any], ...]:
         return children_of(instance), values, names
 
     def unflatten_node(values: tuple[Any, ...], children: Iterable[Any]) -> Any:
-        instance = object.__new__(cls)
+        instance: Any = object.__new__(cls)
         for name, value in zip(names, children, strict=True):
             object.__setattr__(instance, name, value)
         for name, value in zip(statics, values, strict=True):

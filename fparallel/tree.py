@@ -1,8 +1,8 @@
 """Pytrees: flatten, map, dotted paths, and the dataclasses that are nodes of them.
 
 A tree is built of lists, tuples, named tuples, dicts and classes decorated with :func:`dataclass`. Anything
-else is a leaf: a tensor, a number, an ``fp.Array``, a ``ShapeDtypeStruct``, a ``P``. ``None`` is a node without
-leaves, and the keys of a dict are visited sorted, as in JAX.
+else is a leaf: a tensor, a number, an ``fp.Array``, a ``ShapeDtypeStruct``, a ``P``. ``None`` is a node
+without leaves, and the keys of a dict are visited sorted, as in JAX.
 
 A path joins keys with dots: ``params.blocks.3.up``. The path of a tree that is itself a leaf is ``""``.
 """
@@ -10,6 +10,7 @@ A path joins keys with dots: ``params.blocks.3.up``. The path of a tree that is 
 from __future__ import annotations
 
 import functools
+import typing
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -65,8 +66,8 @@ def flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], PyTreeSpec]:
         is_leaf: says of a subtree that it is a leaf; asked of every node.
 
     Raises:
-        TreeError: a value is of an undecorated subclass of a registered class, a static field cannot be hashed,
-            or an annotation of a registered class cannot be resolved.
+        TreeError: a value is of an undecorated subclass of a registered class, a static field cannot be
+            hashed, or an annotation of a registered class cannot be resolved.
     """
     found, treedef = optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
     for kind in set(_builtin_map(type, found)):
@@ -117,16 +118,20 @@ def paths(treedef: PyTreeSpec) -> list[str]:
 
 @functools.lru_cache(maxsize=512)
 def _paths(treedef: PyTreeSpec) -> tuple[str, ...]:
-    dotted = tuple(join_path(*entries) for entries in treedef.paths())
+    dotted = tuple(join_path(*_builtin_map(_key, accessor)) for accessor in treedef.accessors())
     if len(set(dotted)) != len(dotted):
-        seen: set[str] = set()
-        twice = next(path for path in dotted if path in seen or seen.add(path))
+        twice = next(path for i, path in enumerate(dotted) if path in dotted[:i])
         raise TreeError(
             "two leaves of a tree have the same path",
             fix="rename a dict key: a key that holds a dot reads like a nested dict, and 1 reads like '1'",
             where=twice,
         )
     return dotted
+
+
+def _key(entry: optree.PyTreeEntry) -> Any:
+    """The key of one step of a path: the name of a field, a dict key or an index."""
+    return getattr(entry, "field", entry.entry)
 
 
 def join_path(*parts: Any) -> str:
@@ -221,27 +226,30 @@ def _mismatch(treedef: PyTreeSpec, tree: Any, expected: str, path: tuple[Any, ..
     """What stops ``tree`` from having ``treedef`` as a prefix, searched from the root."""
     if treedef.is_leaf():
         return None
-    one_level = optree.tree_structure(tree, lambda x: x is not tree, namespace=NAMESPACE)
-    if one_level != treedef.one_level():
-        theirs, ours = _describe(treedef.one_level()), _describe(one_level, type(tree))
-        if theirs == ours:
-            theirs, ours = str(treedef.one_level()), str(one_level)
+    ours = optree.tree_structure(tree, lambda x: x is not tree, namespace=NAMESPACE)
+    theirs = typing.cast(PyTreeSpec, treedef.one_level())
+    if ours != theirs:
         return TreeError(
-            f"two trees differ: {expected} has {theirs}, the other has {ours}",
+            f"two trees differ: {expected} has {_describe(theirs)}, the other {_describe(ours, type(tree))}",
             fix="pass trees of one structure; a static field is part of it",
             where=join_path(*path) or "the root",
         )
-    children, _, entries, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
-    pairs = zip(treedef.children(), children, entries, strict=True)
-    return next((e for d, c, k in pairs if (e := _mismatch(d, c, expected, (*path, k))) is not None), None)
+    children = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)[0]
+    below = zip(treedef.children(), children, _keys(theirs), strict=True)
+    return next((e for d, c, k in below if (e := _mismatch(d, c, expected, (*path, k))) is not None), None)
+
+
+def _keys(one_level: PyTreeSpec) -> list[Any]:
+    return [_key(accessor[0]) for accessor in one_level.accessors()]
 
 
 def _describe(one_level: PyTreeSpec, leaf_type: type = object) -> str:
-    kind, entries = one_level.type, one_level.entries()
-    if one_level.is_leaf():
+    kind = one_level.type
+    if kind is None:
         return f"a leaf of type {leaf_type.__qualname__}"
     if kind is type(None):
         return "None"
+    entries = _keys(one_level)
     if kind in (list, tuple):
         return f"a {kind.__name__} of {len(entries)}"
     shown = ", ".join(str(e) for e in entries[:8]) + (", ..." if len(entries) > 8 else "")
@@ -304,13 +312,15 @@ def _leaf_and_node(path: str) -> TreeError:
 # ---- logical axes --------------------------------------------------------------------------------
 
 
-def annotations(tree: Any, is_leaf: IsLeaf = None) -> list[LogicalSpec | None]:
+def annotations(  # type: ignore[no-redef]  # from __future__ import annotations
+    tree: Any, is_leaf: IsLeaf = None
+) -> list[LogicalSpec | None]:
     """For each leaf the logical axes that annotations give it, in the order of :func:`flatten`.
 
-    ``None`` where no annotation names anything and no list above the leaf has a logical index. Names are found
-    by the class of each value, so a field annotated ``Any`` or as a base class loses none. A leaf with ``ndim``
-    or ``shape`` (or a Python number) gets as many unnamed dims as a variadic annotation leaves it; other leaves,
-    such as partition specs, keep ``VARIADIC``. That the number of dims fits the leaf is not checked here.
+    ``None`` where no annotation names anything and no list above the leaf has a logical index. Names are
+    found by the class of each value, so a field annotated ``Any`` or as a base class loses none. A leaf with
+    ``ndim`` or ``shape`` (or a Python number) gets as many unnamed dims as a variadic annotation leaves it;
+    other leaves, such as partition specs, keep ``VARIADIC``. That the dims fit the leaf is not checked here.
     """
     found, treedef = flatten(tree, is_leaf)
     ready, open_ = _specs(treedef)
