@@ -2,8 +2,10 @@
 
 Semantics. Instructions issue in program order. A `Run` executes in order on the compute stream. A collective, `Send`
 or `Recv` executes in issue order on the queue of its communicator (its group of ranks) and is a rendezvous; what it
-writes may be read, and what it reads may be freed or overwritten, only after a `Wait` on its outputs (for a `Send`:
-on its inputs). `Free` ends the life of a buffer.
+writes may be read, and what it reads may be freed or overwritten, only after a `Wait` on one of its outputs (for a
+`Send`: on one of its inputs). `Free` ends the life of a buffer.
+
+A buffer is written at most once in a program; its name means the same global value in every program.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from fractions import Fraction
 import torch
 
 from fparallel.layout import Layout, typed
-from fparallel.mesh import Axis, Mesh
+from fparallel.mesh import Axis, Mesh, merge_axes
 from fparallel.schedule.segment import Segment
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+REDUCING = ("reduce_scatter", "all_reduce")
+KINDS = ("argument", "constant", "temp", "result")
+TIERS = ("device", "pinned_host", "nvme")
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,11 @@ class Recv:
 
 @dataclass(frozen=True)
 class Wait:
-    """Blocks until the pending step on each of the buffers is done."""
+    """Blocks until every pending step on each of the buffers is done.
+
+    A buffer stands for the collective or `Recv` that writes it, or for the `Send`s that read it. One output of a bucket
+    stands for the whole bucket; naming several is the same.
+    """
 
     bufs: tuple[str, ...]
     cause: str = ""
@@ -188,6 +197,21 @@ def is_async(instr: Instr) -> bool:
     return isinstance(instr, (Collective, Send, Recv))
 
 
+def wait_names(instr: Collective | Send | Recv) -> tuple[str, ...]:
+    """The buffers of which a `Wait` on any one completes the step."""
+    return instr.ins if isinstance(instr, Send) else instr.outs
+
+
+def overwritten(instr: Instr) -> tuple[str, ...]:
+    """The inputs whose storage a `Run` gives to its outputs."""
+    return tuple(instr.ins[i] for _, i in instr.inplace) if isinstance(instr, Run) else ()
+
+
+def communicator(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """Axes in a canonical order and form: equal for two collectives exactly if their groups have the same ranks."""
+    return merge_axes(sorted((a for a in axes if a.size > 1), key=lambda a: (a.name, a.pre)))
+
+
 @dataclass(frozen=True)
 class Program:
     """The steps of one role: all ranks whose coordinates include `role` (a pipeline coordinate; () for all ranks).
@@ -206,6 +230,11 @@ class Program:
 
     def __len__(self) -> int:
         return len(self.instrs)
+
+    @property
+    def role_text(self) -> str:
+        """`pp=1`, or nothing if all ranks run the program."""
+        return " ".join(f"{axis}={at}" for axis, at in self.role)
 
 
 @dataclass(frozen=True)
@@ -226,7 +255,27 @@ class Schedule:
         raise AssertionError(f"no program for rank {rank}")
 
     def ranks(self, program: Program) -> list[int]:
-        return [r for r in range(self.mesh.size) if all(self.mesh.coords(r)[a] == at for a, at in program.role)]
+        """The ranks of a role."""
+        role = program.role
+        return [r for r, coords in enumerate(self.mesh.rank_coords) if all(coords[a] == at for a, at in role)]
+
+    def first_rank(self, program: Program) -> int:
+        """The first rank of a role. It holds the largest part of every buffer (see `layout.piece`)."""
+        return self.mesh.rank({**dict.fromkeys(self.mesh.names, 0), **dict(program.role)})
+
+    @functools.cached_property
+    def role_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks do not all run one program or send to each other."""
+        names = {axis for program in self.programs for axis, _ in program.role}
+        for program in self.programs:
+            names |= {instr.axis.name for instr in program.instrs if isinstance(instr, (Send, Recv))}
+        return tuple(name for name in self.mesh.names if name in names)
+
+    def crosses_roles(self, instr: Instr) -> bool:
+        """Whether the members of the step's group may run different programs."""
+        if isinstance(instr, Collective):
+            return any(axis.name in self.role_axes for axis in instr.axes)
+        return isinstance(instr, (Send, Recv))
 
     def collectives(self, op: str | None = None, axis: str | None = None) -> Iterator[Collective]:
         """The collectives of the first program, filtered by kind and by the name of a mesh axis that they span."""
