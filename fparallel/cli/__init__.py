@@ -1,0 +1,1 @@
+"""The command line: `fparallel train` and `fparallel lower`."""
