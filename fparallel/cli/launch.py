@@ -1,8 +1,8 @@
 """Starting the ranks of a job on this machine, or finding out that somebody else has.
 
 The ranks are started by torchrun's own machinery: one agent in this process, one worker process for each
-rank, an ephemeral port for their rendezvous. When one worker dies the agent ends the others; when this process
-dies, the kernel ends them.
+rank, an ephemeral port for their rendezvous. When one worker dies the agent ends the others; when this
+process dies, the kernel ends them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from fparallel.errors import ExecutionError
 __all__ = ["adopt_slurm", "die_with_parent", "is_joined", "launch", "report_failure"]
 
 _WORKER = "from fparallel.cli.main import worker; worker()"
+# The agent passes Ctrl-C on: a rank ends at once, even inside a collective, and prints no traceback.
+_INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
 _PARENT = "FPARALLEL_LAUNCHER_PID"
 
 
@@ -58,8 +60,13 @@ def _first_host(nodes: str) -> str:
     return found[1] + (found[2] or "") if found else "localhost"
 
 
-def launch(arguments: Sequence[str], num_ranks: int) -> int:
+def launch(arguments: Sequence[str], num_ranks: int, *, worker: str = _WORKER) -> int:
     """Runs ``fparallel`` with these arguments as ``num_ranks`` local ranks and waits for them.
+
+    Args:
+        arguments: of the command line.
+        num_ranks: processes to start.
+        worker: the Python code that each runs.
 
     Returns:
         The exit code: 0, or 128 + the number of the signal that ended the job.
@@ -69,7 +76,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[_PARENT] = str(os.getpid())
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    _silence_agent()
     with tempfile.TemporaryDirectory(prefix="fparallel-") as logs:
         config = LaunchConfig(
             min_nodes=1,
@@ -84,12 +91,28 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         try:
-            elastic_launch(config, sys.executable)("-c", _WORKER, *arguments)
+            elastic_launch(config, sys.executable)("-c", _INTERRUPTIBLE + worker, *arguments)
         except SignalException as stopped:
             return 128 + stopped.sigval
         except ChildFailedError as failed:
             raise _first_cause(failed.failures) from failed
+        finally:
+            _show_cursor()
     return 0
+
+
+def _show_cursor() -> None:
+    """The progress bar of a rank that was ended has left it hidden."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            stream.write("\x1b[?25h")
+
+
+def _silence_agent() -> None:
+    """The agent logs each signal and exit code; people get one message instead."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _first_cause(failures: Mapping[int, ProcessFailure]) -> ExecutionError:
@@ -104,7 +127,8 @@ def _first_cause(failures: Mapping[int, ProcessFailure]) -> ExecutionError:
             fix="start it again; if it was the kernel, out of memory: a smaller model, batch or --seq",
         )
     if isinstance(recorded, Mapping):
-        message, _, fix = str(recorded["message"]).rpartition("\nFix: ")
+        text = re.sub(r"^[A-Za-z]+Error: ", "", str(recorded["message"]))
+        message, _, fix = text.rpartition("\nFix: ")
         return ExecutionError(message or fix, fix=fix if message else "see the message above")
     return ExecutionError(
         f"rank {rank} (process {failure.pid}) failed with exit code {failure.exitcode}",

@@ -23,12 +23,12 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Options):
-    """Train a byte-level language model, on local ranks of its own or on those of torchrun or Slurm."""
+    """Train a byte-level language model on local ranks, or on those of torchrun or Slurm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lower(Options):
-    """Print the program of the training step on any mesh, its memory and its communication; needs no ranks."""
+    """Print the program of the training step on any mesh, its memory and its traffic; needs no ranks."""
 
 
 def _parse(arguments: Sequence[str]) -> Options:

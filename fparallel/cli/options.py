@@ -34,7 +34,7 @@ class Options:
     """Mesh axes and sizes; dp shards the batch, tp the heads, the MLP and the vocabulary."""
 
     zero: Literal[0, 1, 2, 3] | None = None
-    """ZeRO stage over dp. [default: 3 where the mesh has a dp axis]"""
+    """ZeRO stage over dp; unless given, 3 where the mesh has a dp axis."""
 
     rules: str = ""
     """More rules, logical name = mesh axis (or none): "seq=tp" is sequence parallelism."""
@@ -52,13 +52,13 @@ class Options:
     """Attention heads."""
 
     kv_heads: int | None = None
-    """Key/value heads of a llama. [default: heads]"""
+    """Key/value heads of a llama; unless given, as many as heads."""
 
     seq: int = 128
     """Tokens in a sequence."""
 
     batch: int | None = None
-    """Sequences in the global batch. [default: 8 for each data-parallel rank]"""
+    """Sequences in the global batch; unless given, 8 for each data-parallel rank."""
 
     steps: int = 300
     """Training steps."""
