@@ -21,7 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fparallel.runtime.segments import Bound, Names, Text, bind, compile_text, last_uses, resolve, resolve_target
+from fparallel.runtime.segments import (
+    Bound,
+    Names,
+    Text,
+    bind,
+    compile_text,
+    last_uses,
+    resolve,
+    resolve_target,
+)
 from fparallel.schedule.segment import LocalOp, Ref, Segment, map_refs, refs_of
 
 BLOCK = 32768  # elements: 128 KiB of float32, so that a few operands fit in a second-level cache of 512 KiB or more

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fparallel.layout import Factor, Layout, common_refinement, regroup
+from fparallel.layout import Factor, Layout, align
 from fparallel.mesh import Axis, Mesh
 from fparallel.schedule.ir import Collective, Schedule
 
+COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 CoordItems = tuple[tuple[str, int], ...]
 
 
@@ -72,12 +73,15 @@ class Exchange:
     Attributes:
       members: the ranks of the group, ascending, this rank among them: the order of every sum.
       me: the position of this rank in `members`.
+      kind, axes: of the collective.
       moves: per tensor of the bucket.
       signature: what all members must agree on.
     """
 
     members: tuple[int, ...]
     me: int
+    kind: str
+    axes: tuple[Axis, ...]
     moves: tuple[Move, ...]
     reduce: str
     dtype: torch.dtype
@@ -96,7 +100,8 @@ def exchange_of(instr: Collective, schedule: Schedule, rank: int) -> Exchange:
     axes = "*".join(map(str, instr.axes))
     tensors = "; ".join(f"{buffers[a]} -> {buffers[b]}" for a, b in zip(instr.ins, instr.outs, strict=True))
     signature = f"{instr.kind}[{axes}] {instr.reduce} {tensors}"
-    return Exchange(members, members.index(rank), moves, instr.reduce, buffers[instr.outs[0]].dtype, signature)
+    dtype = buffers[instr.outs[0]].dtype
+    return Exchange(members, members.index(rank), instr.kind, instr.axes, moves, instr.reduce, dtype, signature)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -130,10 +135,9 @@ def _factors(src: Layout, dst: Layout) -> tuple[tuple[Factor, Factor], ...]:
     """Both layouts over common factors."""
     pairs: list[tuple[Factor, Factor]] = []
     for before, after in zip(src.dims, dst.dims, strict=True):
-        chain = common_refinement([f.size for f in before], [f.size for f in after])
-        a, b = (regroup(before, chain), regroup(after, chain)) if chain is not None else (None, None)
-        assert a is not None and b is not None, f"{src} and {dst} have no common factors"
-        pairs += zip(a, b, strict=True)
+        aligned = align(before, after)
+        assert aligned is not None, f"{src} and {dst} have no common factors"
+        pairs += zip(*aligned, strict=True)
     return tuple(pairs)
 
 
@@ -164,24 +168,17 @@ def axis_peer(mesh: Mesh, axis: Axis, peer: int, rank: int) -> int:
     return mesh.group((axis,), mesh.coords(rank))[peer]
 
 
-def accumulate(reduce: str, total: Tensor, part: Tensor) -> None:
-    """total = total (+, max, min) part, in place."""
-    if reduce == "sum":
-        total.add_(part)
-    else:
-        {"max": torch.maximum, "min": torch.minimum}[reduce](total, part, out=total)
-
-
 def deliver(exchange: Exchange, tensor: int, parts: Sequence[Tensor | None], out: Tensor) -> None:
     """Writes what the members gave (in the order of `members`) of one tensor into this rank's output."""
-    first = True
-    for cut, part in zip(exchange.moves[tensor].recvs, parts, strict=True):
-        if cut is None or part is None:
-            continue
-        target = cut.of(out)
-        part = part.reshape(target.shape)
-        if first or not exchange.reduce:
-            target.copy_(part)
-        else:
-            accumulate(exchange.reduce, target, part)
-        first = False
+    taken = [(cut.of(out), part) for cut, part in zip(exchange.moves[tensor].recvs, parts, strict=True) if cut and part is not None]
+    if not exchange.reduce:
+        for target, part in taken:
+            target.copy_(part.reshape(target.shape))
+    elif taken:
+        target = taken[0][0]
+        first, *others = (part.reshape(target.shape) for _, part in taken)
+        if not others:
+            target.copy_(first)
+        for part in others:
+            COMBINE[exchange.reduce](first, part, out=target)
+            first = target

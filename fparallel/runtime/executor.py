@@ -8,14 +8,14 @@ over closures.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from typing import Any
+from collections.abc import Mapping, MutableSequence, Sequence
 
 import torch
 from torch import Tensor
 
 from fparallel.errors import ExecutionError
 from fparallel.runtime.exchange import axis_peer, exchange_of
+from fparallel.runtime.handshake import fingerprint, parts_of
 from fparallel.runtime.segments import bind, failing_op
 from fparallel.runtime.transport.base import Pending, Slots, Step, Task, Transport
 from fparallel.schedule.ir import Collective, Free, Instr, Program, Recv, Run, Schedule, Send, Wait
@@ -34,7 +34,8 @@ class Executor:
         reading one that is not there is an error that names it.
 
     Raises:
-      ExecutionError: a constant is missing, or a segment calls an operator that does not exist.
+      ExecutionError: the ranks of the job are about to run different programs, a constant is missing, or a segment
+        calls an operator that does not exist.
     """
 
     def __init__(
@@ -50,6 +51,10 @@ class Executor:
         self.schedule, self.transport = schedule, transport
         self.ranks = tuple(transport.ranks)
         self.live_bytes: dict[int, list[int]] = {}
+        if len(self.ranks) < schedule.mesh.size:
+            parts = parts_of(schedule, constants or {})
+            transport.handshake(fingerprint(parts), parts)
+        transport.prepare(schedule)
         self._bound = [
             _BoundProgram(schedule, transport, rank, constants or {}, compile=compile, trace=trace, check=check)
             for rank in self.ranks
@@ -248,7 +253,9 @@ class _BoundProgram:
             signature = "; ".join(
                 f"{b.dtype} {b.layout.local_shape(self.coords)}" for b in map(self.schedule.buffers.get, names) if b
             )
-            issue = (transport.send if isinstance(instr, Send) else transport.recv)(rank, peer, signature)
+            issue = (transport.send if isinstance(instr, Send) else transport.recv)(
+                rank, peer, instr.axis, signature
+            )
         new = []
         for name in instr.writes:
             buffer = self.schedule.buffers[name]

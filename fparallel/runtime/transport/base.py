@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from fparallel.mesh import Axis
 from fparallel.runtime.exchange import Exchange
+from fparallel.schedule.ir import Schedule
 
 Slots = list[Tensor | None]
 
@@ -52,14 +54,17 @@ class Transport(Protocol):
     ranks: Sequence[int]
     rendezvous: bool
 
+    def prepare(self, schedule: Schedule) -> None:
+        """Makes what the schedule needs; called on all ranks before anything is bound."""
+
     def collective(self, rank: int, exchange: Exchange) -> Issue:
         """The function that issues a collective at `rank`: (inputs, outputs) to a pending step."""
 
-    def send(self, rank: int, peer: int, signature: str) -> Issue:
-        """The function that sends the inputs to `peer`."""
+    def send(self, rank: int, peer: int, axis: Axis, signature: str) -> Issue:
+        """The function that sends the inputs to `peer`, a rank along `axis`."""
 
-    def recv(self, rank: int, peer: int, signature: str) -> Issue:
-        """The function that receives into the outputs from `peer`."""
+    def recv(self, rank: int, peer: int, axis: Axis, signature: str) -> Issue:
+        """The function that receives into the outputs from `peer`, a rank along `axis`."""
 
     def execute(self, tasks: Sequence[Task]) -> None:
         """Runs the tasks of this process to their end.
@@ -68,7 +73,7 @@ class Transport(Protocol):
           ExecutionError: a rank failed, or waits for something that does not come.
         """
 
-    def handshake(self, parts: dict[str, str]) -> None:
+    def handshake(self, fingerprint: str, parts: dict[str, str]) -> None:
         """Compares digests across ranks; raises ExecutionError naming the ranks and the parts that differ."""
 
 

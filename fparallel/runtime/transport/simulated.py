@@ -19,8 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from fparallel.errors import ExecutionError
+from fparallel.mesh import Axis
 from fparallel.runtime.exchange import Exchange, deliver
 from fparallel.runtime.transport.base import Issue, Task, failure
+from fparallel.schedule.ir import Schedule
 
 MODES = ("rendezvous", "buffered")
 
@@ -58,6 +60,9 @@ class SimulatedTransport:
         self.seed = seed
         self.queues: dict[Any, dict[int, collections.deque[_Post]]] = {}
 
+    def prepare(self, schedule: Schedule) -> None:
+        """Nothing is made ahead."""
+
     def collective(self, rank: int, exchange: Exchange) -> Issue:
         queues = self._queues(("group", exchange.members), exchange.members)
 
@@ -69,10 +74,10 @@ class SimulatedTransport:
 
         return issue
 
-    def send(self, rank: int, peer: int, signature: str) -> Issue:
+    def send(self, rank: int, peer: int, axis: Axis, signature: str) -> Issue:
         return self._one_way(rank, peer, rank, signature)
 
-    def recv(self, rank: int, peer: int, signature: str) -> Issue:
+    def recv(self, rank: int, peer: int, axis: Axis, signature: str) -> Issue:
         return self._one_way(peer, rank, rank, signature)
 
     def _one_way(self, source: int, target: int, me: int, signature: str) -> Issue:
@@ -124,7 +129,7 @@ class SimulatedTransport:
             fix="order the steps so that all members of a group reach each one; schedule.verify() finds the cycle",
         )
 
-    def handshake(self, parts: dict[str, str]) -> None:
+    def handshake(self, fingerprint: str, parts: dict[str, str]) -> None:
         """All ranks live here and share one schedule: there is nothing to compare."""
 
 

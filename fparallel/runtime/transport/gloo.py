@@ -1,0 +1,223 @@
+"""Collectives between CPU processes, built from gloo's sends and receives.
+
+gloo's own collectives are left alone, for three reasons: sums must be in ascending rank order, whatever the bucket or
+the algorithm, so that they equal the simulated transport bit for bit; uneven shards must travel without padding; and
+exchanging parts directly is faster (`benchmarks/collectives.py`).
+
+Every collective is one direct exchange: each rank sends each peer the parts that it needs, and adds what arrives in rank
+order. A large all_reduce is two: a reduce_scatter of flat chunks, then an all_gather of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fparallel.layout import chunk_sizes
+from fparallel.mesh import Axis
+from fparallel.runtime.exchange import Cut, Exchange, Move, deliver
+from fparallel.runtime.transport.base import Issue
+from fparallel.runtime.transport.messages import Message, Pool, messages
+
+# From this many bytes on, an all_reduce over more than two ranks goes through flat chunks: it then moves 2(n-1)/n times
+# the tensor instead of n-1 times, for one more round trip. Measured: benchmarks/collectives.py.
+CHUNKED = 256 * 1024
+_STEPS, _MESSAGES = 1 << 16, 1 << 12  # a tag is (step, message); sends and recvs have a range of their own
+
+
+class GlooCommunicator:
+    """One group of ranks: its steps are matched in the order of their issue.
+
+    Args:
+      group: a gloo process group over `members`.
+      members: its ranks, ascending.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], pool: Pool, deadline: float) -> None:
+        self.group, self.members, self.pool = group, tuple(members), pool
+        self.timeout = timedelta(seconds=deadline)
+        self.step = 0
+        self.one_way: dict[tuple[int, bool], int] = {}
+
+    def next_tag(self) -> int:
+        self.step = (self.step + 1) % _STEPS
+        return self.step * _MESSAGES
+
+    def collective(self, exchange: Exchange) -> Issue:
+        """The function that issues a collective."""
+        if is_chunked(exchange):
+            scatter, gather = chunked(exchange)
+            first, then = self._exchange(scatter), self._exchange(gather)
+
+            def issue(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Pending:
+                start, tags = first, (self.next_tag(), self.next_tag())
+                return start(inputs, outputs, tags[0], lambda: then(outputs, outputs, tags[1], None))
+
+            return issue
+        exchange_once = self._exchange(exchange)
+
+        def issue_once(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Pending:
+            return exchange_once(inputs, outputs, self.next_tag(), None)
+
+        return issue_once
+
+    def send(self, peer: int) -> Issue:
+        """The function that sends the inputs, one message each, to the member at position `peer`."""
+
+        def issue(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Pending:
+            tag = self._one_way_tag(peer, sends=True)
+            held = [x.contiguous() for x in inputs if x.numel()]
+            return _Pending(self, [self.group.send([x], peer, tag + i) for i, x in enumerate(held)], held)
+
+        return issue
+
+    def recv(self, peer: int) -> Issue:
+        """The function that receives the outputs from the member at position `peer`."""
+
+        def issue(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Pending:
+            tag = self._one_way_tag(peer, sends=False)
+            held = [x for x in outputs if x.numel()]
+            return _Pending(self, [self.group.recv([x], peer, tag + i) for i, x in enumerate(held)], held)
+
+        return issue
+
+    def _one_way_tag(self, peer: int, *, sends: bool) -> int:
+        at = self.one_way.get((peer, sends), 0)
+        self.one_way[(peer, sends)] = (at + 1) % _STEPS
+        return (_STEPS + at) * _MESSAGES
+
+    def _exchange(self, exchange: Exchange) -> Callable[..., _Pending]:
+        """The function (inputs, outputs, tag, next) that starts one direct exchange."""
+        outgoing, incoming = _slotted(messages(exchange, sends=True)), _slotted(messages(exchange, sends=False))
+        group, pool, me, dtype = self.group, self.pool, exchange.me, exchange.dtype
+        own = [] if exchange.reduce else [
+            (tensor, send, recv)
+            for tensor, move in enumerate(exchange.moves)
+            if (send := move.sends[me]) is not None and (recv := move.recvs[me]) is not None
+        ]  # fmt: skip
+        if exchange.reduce:
+            def finish(arrived: list[tuple[Message, Tensor]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+                _reduce(exchange, arrived, inputs, outputs)
+        else:
+            def finish(arrived: list[tuple[Message, Tensor]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+                for message, flat in arrived:
+                    for part, (tensor, cut) in zip(message.split(flat), message.parts, strict=True):
+                        target = cut.of(outputs[tensor])
+                        target.copy_(part.view(target.shape))
+
+        def start(
+            inputs: Sequence[Tensor], outputs: Sequence[Tensor], tag: int, then: Callable[[], _Pending] | None
+        ) -> _Pending:
+            works, held, arrived, staged = [], [], [], []
+            for message, slot in incoming:
+                if message.direct:
+                    tensor, cut = message.parts[0]
+                    target = cut.of(outputs[tensor])
+                    held.append(target)
+                else:
+                    target = pool.take(message.numel, dtype)
+                    arrived.append((message, target))
+                    staged.append(target)
+                works.append(group.recv([target], message.peer, tag + slot))
+            for message, slot in outgoing:
+                flat, from_pool = message.pack(inputs, pool)
+                (staged if from_pool else held).append(flat)
+                works.append(group.send([flat], message.peer, tag + slot))
+            for tensor, send, recv in own:
+                recv.of(outputs[tensor]).copy_(send.of(inputs[tensor]).view(recv.of(outputs[tensor]).shape))
+            return _Pending(self, works, held, staged, lambda: finish(arrived, inputs, outputs), then)
+
+        return start
+
+
+def _slotted(found: Sequence[Message]) -> list[tuple[Message, int]]:
+    """Each message with its position among those of its peer: the last part of its tag."""
+    seen: dict[int, int] = {}
+    result = []
+    for message in found:
+        slot = seen[message.peer] = seen.get(message.peer, -1) + 1
+        result.append((message, slot % _MESSAGES))
+    return result
+
+
+def _reduce(
+    exchange: Exchange, arrived: list[tuple[Message, Tensor]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> None:
+    parts: list[list[Tensor | None]] = [[None] * len(exchange.members) for _ in exchange.moves]
+    for message, flat in arrived:
+        for part, (tensor, _) in zip(message.split(flat), message.parts, strict=True):
+            parts[tensor][message.peer] = part
+    for tensor, out in enumerate(outputs):
+        own = exchange.moves[tensor].sends[exchange.me]
+        if own is not None:
+            parts[tensor][exchange.me] = own.of(inputs[tensor])
+        deliver(exchange, tensor, parts[tensor], out)
+
+
+class _Pending:
+    """An exchange in flight; see `Pending`."""
+
+    __slots__ = ("communicator", "finish", "held", "staged", "then", "works")
+
+    def __init__(
+        self,
+        communicator: GlooCommunicator,
+        works: list[Any],
+        held: list[Tensor],
+        staged: Sequence[Tensor] = (),
+        finish: Callable[[], None] | None = None,
+        then: Callable[[], _Pending] | None = None,
+    ) -> None:
+        self.communicator, self.works, self.held, self.staged = communicator, works, held, staged
+        self.finish, self.then = finish, then
+
+    def arrive(self) -> None:
+        """Ends the first of two exchanges and starts the second."""
+        timeout = self.communicator.timeout
+        for work in self.works:
+            work.wait(timeout)
+        if self.finish is not None:
+            self.finish()
+        for tensor in self.staged:
+            self.communicator.pool.give(tensor)
+        self.works, self.held, self.staged, self.finish = [], [], (), None
+        if self.then is not None:
+            following = self.then()
+            self.works, self.held, self.staged = following.works, following.held, following.staged
+            self.finish, self.then = following.finish, None
+
+    def wait(self) -> None:
+        while self.works or self.then or self.finish:
+            self.arrive()
+
+
+# ---------------------------------------------------------------- all_reduce in two exchanges
+
+
+def is_chunked(exchange: Exchange) -> bool:
+    """Whether a step is an all_reduce that is better cut into chunks."""
+    if exchange.kind != "all_reduce" or len(exchange.members) <= 2:
+        return False
+    nbytes = sum(cut.numel for move in exchange.moves if (cut := move.recvs[exchange.me])) * exchange.dtype.itemsize
+    return nbytes >= CHUNKED
+
+
+def chunked(exchange: Exchange) -> tuple[Exchange, Exchange]:
+    """An all_reduce as a reduce_scatter of flat chunks into the output and an all_gather of them in the output."""
+    num, me = len(exchange.members), exchange.me
+    scatters, gathers = [], []
+    for move in exchange.moves:
+        numel = next((cut.numel for cut in move.recvs if cut is not None), 0)
+        sizes = chunk_sizes(numel, (Axis("chunk", num),))
+        chunks = [
+            Cut((numel,), ((0, sum(sizes[:i]), size),), size) if size else None for i, size in enumerate(sizes)
+        ]
+        scatters.append(Move(tuple(chunks), (chunks[me],) * num, move.in_shape, move.out_shape))
+        mine = tuple(chunks[me] if i != me else None for i in range(num))
+        gathers.append(Move(mine, tuple(chunks[i] if i != me else None for i in range(num)), move.in_shape, move.out_shape))
+    return replace(exchange, moves=tuple(scatters)), replace(exchange, moves=tuple(gathers), reduce="")
