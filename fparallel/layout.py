@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from fparallel.errors import LayoutError
-from fparallel.mesh import Axis, Mesh, axes_text, merge_axes
+from fparallel.mesh import Axis, Mesh, merge_axes
 
 Coords = Mapping[str, int]
 REDUCTIONS = ("sum", "max", "min")
@@ -41,7 +41,7 @@ class Factor:
         return piece(self.size, self.axes, coords)
 
     def __str__(self) -> str:
-        return f"{self.size}@{axes_text(self.axes)}" if self.axes else str(self.size)
+        return f"{self.size}@{'*'.join(map(str, compact(self.size, self.axes)))}" if self.axes else str(self.size)
 
 
 Dim = tuple[Factor, ...]
@@ -69,24 +69,68 @@ def chunk_sizes(length: int, axes: Sequence[Axis]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def compact(size: int, axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """`axes` with neighbouring digits of one axis joined where that keeps every piece of range(size).
+
+    8@tp:(1)2*tp:(2)2 is 8@tp, with pieces of 2; 5@tp:(1)2*tp:(2)2 has the pieces 2, 1, 1, 1 and 5@tp has 2, 2, 1, 0.
+    """
+    merged: list[Axis] = []
+    for axis in axes:
+        last = merged[-1] if merged else None
+        if last and last.name == axis.name and last.pre * last.size == axis.pre:
+            joined = [*merged[:-1], Axis(last.name, last.size * axis.size, last.pre, last.total)]
+            if chunk_sizes(size, joined) == chunk_sizes(size, [*merged, axis]):
+                merged = joined
+                continue
+        merged.append(axis)
+    return tuple(merged)
+
+
+def refine_axes(size: int, axes: Sequence[Axis], atoms: Mapping[str, tuple[Axis, ...]]) -> tuple[Axis, ...]:
+    """`axes` written as the sub-axes in `atoms`, except where that would change the pieces of range(size)."""
+    result: tuple[Axis, ...] = ()
+    for axis in axes:
+        parts = atoms_of(axis, atoms)
+        keeps = len(parts) == 1 or chunk_sizes(size, result + parts) == chunk_sizes(size, (*result, axis))
+        result += parts if keeps else (axis,)
+    return result
+
+
 def normal_dim(factors: Iterable[Factor]) -> Dim:
-    """The shortest chain of factors with the same index sets."""
+    """The shortest chain of factors with the same index sets; an empty dim is one factor of 0, without axes."""
     result: list[Factor] = []
     for factor in factors:
+        if factor.size == 0:
+            return (Factor(0),)
         axes = tuple(axis for axis in factor.axes if axis.size > 1)
         factor = Factor(factor.size, axes)
         if factor.size == 1 and not axes:
             continue
-        last = result[-1] if result else None
-        if last is None or last.size == 0 or factor.size == 0:
-            result.append(factor)
-        elif not axes and last.size % last.num_shards == 0:
-            result[-1] = Factor(last.size * factor.size, last.axes)
-        elif last.axes and last.size == last.num_shards:
-            result[-1] = Factor(last.size * factor.size, last.axes + axes)
+        if result and _joins(result[-1], factor):
+            result[-1] = Factor(result[-1].size * factor.size, result[-1].axes + axes)
         else:
             result.append(factor)
     return tuple(result) or (Factor(1),)
+
+
+def _joins(a: Factor, b: Factor) -> bool:
+    """Whether (a b) has the index sets of the one factor that has the axes of both.
+
+    A sharded factor of 1, which one rank has and the others have not, stands alone.
+    """
+    if b.size == 1 and a.size > 1:
+        return False
+    shards = a.num_shards
+    if not b.axes and a.size % shards == 0:
+        return True
+    if b.axes and not a.axes:
+        return False
+    if a.size == shards:
+        return True
+    held = chunk_sizes(a.size, a.axes)
+    if b.axes and max(held) > 1:
+        return False
+    return chunk_sizes(a.size * b.size, a.axes) == tuple(n * b.size for n in held)
 
 
 @dataclass(frozen=True)
@@ -211,12 +255,11 @@ class Layout:
         return Layout(self.dims)
 
     def split_axes(self, atoms: Mapping[str, tuple[Axis, ...]]) -> Layout:
-        """The same layout with every axis written as the sub-axes `atoms` gives for its name."""
+        """The same layout with every axis written as the sub-axes that `atoms` gives for its name.
 
-        def refine(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-            return tuple(a for axis in axes for a in atoms_of(axis, atoms))
-
-        dims = tuple(tuple(Factor(f.size, refine(f.axes)) for f in dim) for dim in self.dims)
+        An axis whose sub-axes would give other pieces (5@tp and 5@tp:(1)2*tp:(2)2 differ) stays as it is.
+        """
+        dims = tuple(tuple(Factor(f.size, refine_axes(f.size, f.axes, atoms)) for f in dim) for dim in self.dims)
         pending = tuple((a, r) for axis, r in self.unreduced for a in atoms_of(axis, atoms))
         return Layout(dims, pending)
 
@@ -269,11 +312,19 @@ def same_dim(a: Dim, b: Dim) -> bool:
     """Whether two dims give every rank the same indices."""
     if a == b:
         return True
-    if math.prod(f.size for f in a) != math.prod(f.size for f in b):
+    total = math.prod(f.size for f in a)
+    if total != math.prod(f.size for f in b):
         return False
-    axes = sorted({axis for f in a + b for axis in f.axes}, key=lambda x: (x.name, x.pre))
+    if total == 0:
+        return True
+    pair = align(a, b)
+    if pair is not None:
+        if all(compact(x.size, x.axes) == compact(y.size, y.axes) for x, y in zip(*pair, strict=True)):
+            return True
+        if all(f.size % f.num_shards == 0 for f in pair[0] + pair[1]):
+            return False  # without empty or uneven pieces, other axes give other starts
+    totals = {axis.name: axis.total for f in a + b for axis in f.axes}
     left, right = Layout((a,)), Layout((b,))
-    totals = {axis.name: axis.total for axis in axes}
     for digits in itertools.product(*(range(t) for t in totals.values())):
         coords = dict(zip(totals, digits, strict=True))
         if not torch.equal(left.indices(coords)[0], right.indices(coords)[0]):
@@ -316,6 +367,33 @@ def common_refinement(*chains: Sequence[int]) -> tuple[int, ...] | None:
     if any(high % low for low, high in itertools.pairwise(ordered)):
         return None
     return tuple(high // low for low, high in reversed(list(itertools.pairwise(ordered))))
+
+
+def align(a: Dim, b: Dim) -> tuple[Dim, Dim] | None:
+    """Two dims of one size over one common chain of factors, or None if their shards do not allow it.
+
+    `8@dp` and `(2 4@tp)` are `(2@dp 4)` and `(2 4@tp)`. A factor of size 1 that is sharded (one rank has it, the
+    others have nothing) keeps its place in the chain.
+    """
+    a, b = normal_dim(a), normal_dim(b)
+    if len(a) == len(b) and all(x.size == y.size for x, y in zip(a, b, strict=True)):
+        return a, b
+    bounds, ones = {1}, set()
+    for dim in (a, b):
+        product = 1
+        for factor in reversed(dim):
+            if factor.size == 1 and factor.axes:
+                ones.add(product)
+            product *= factor.size
+            bounds.add(product)
+    ordered = sorted(bounds, reverse=True)
+    chain = [1] if ordered[0] in ones else []
+    for high, low in itertools.pairwise(ordered):
+        if high % low:
+            return None
+        chain += [high // low, 1] if low in ones else [high // low]
+    left, right = regroup(a, chain), regroup(b, chain)
+    return None if left is None or right is None else (left, right)
 
 
 def regroup(dim: Dim, sizes: Sequence[int]) -> Dim | None:
@@ -361,8 +439,11 @@ def split_factor(factor: Factor, major: int) -> tuple[Factor, Factor] | None:
         return Factor(major, factor.axes), Factor(rest)
     for i, axis in enumerate(factor.axes):
         shards *= axis.size
+        outer, inner = Factor(major, factor.axes[: i + 1]), Factor(rest, factor.axes[i + 1 :])
         if shards == major:
-            return Factor(major, factor.axes[: i + 1]), Factor(rest, factor.axes[i + 1 :])
+            return outer, inner
+        if factor.size % shards and _joins(outer, inner):
+            return outer, inner
     return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fparallel.layout import Layout, typed
+from fparallel.layout import Layout, align, typed
 from fparallel.mesh import Axis
 
 Coords = Mapping[str, int]
@@ -95,16 +95,13 @@ class Narrowing:
     dst: Layout
 
     def resolve(self, coords: Coords) -> tuple[list[int], list[tuple[int, int, int]], list[int]]:
-        from fparallel.layout import common_refinement, regroup
-
         sizes: list[int] = []
         cuts: list[tuple[int, int, int]] = []
         for before, after in zip(self.src.dims, self.dst.dims, strict=True):
-            chain = common_refinement([f.size for f in before], [f.size for f in after])
-            a, b = (regroup(before, chain), regroup(after, chain)) if chain is not None else (None, None)
-            if a is None or b is None:
+            pair = align(before, after)
+            if pair is None:
                 raise AssertionError(f"{self.src} does not narrow to {self.dst}")
-            for x, y in zip(a, b, strict=True):
+            for x, y in zip(*pair, strict=True):
                 (s0, n0), (s1, n1) = x.piece(coords), y.piece(coords)
                 if (s0, n0) != (s1, n1):
                     cuts.append((len(sizes), s1 - s0, n1))
