@@ -1,0 +1,305 @@
+"""What a collective does to one tensor, as shapes: which blocks a rank sends, and how it joins what it receives.
+
+A (local) tensor is viewed as (A, n, B), row-major: B elements inside the factor that the collective works on, A
+outside it. The members of a group are ordered as `Mesh.group(axes, coords)` lists them: by their digits, the last axis
+fastest. Pieces may be uneven or empty; every shape here is exact, without padding.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fparallel.layout import Factor, Layout, align, chunk_sizes, identity, piece, refine_axes, split_factor, typed
+from fparallel.mesh import Axis, Mesh
+from fparallel.schedule.local_ops import narrow
+from fparallel.schedule.segment import Narrowing
+
+Coords = Mapping[str, int]
+View = tuple[int, tuple[int, ...], int]
+COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """The blocks of one rank in an all_to_all.
+
+    Attributes:
+      split: (A, sizes, B) of the input: its block for member j is [:, sizes[:j] ... + sizes[j], :].
+      concat: (A, sizes, B) of the output: what member j sent is [:, sizes[:j] ... + sizes[j], :].
+    """
+
+    split: View
+    concat: View
+
+    def send_shape(self, member: int) -> tuple[int, int, int]:
+        outer, sizes, inner = self.split
+        return outer, sizes[member], inner
+
+    def recv_shape(self, member: int) -> tuple[int, int, int]:
+        """The shape to view the block of `member` in before joining; its elements are in the order of sending."""
+        outer, sizes, inner = self.concat
+        return outer, sizes[member], inner
+
+
+# ---------------------------------------------------------------- axes of a factor
+
+
+def axis_atoms(*lists: Sequence[Axis]) -> dict[str, tuple[Axis, ...]]:
+    """Per axis name its digits, cut at every sub-axis boundary that occurs; names whose cuts do not nest are left out."""
+    cuts: dict[str, set[int]] = {}
+    totals: dict[str, int] = {}
+    for axis in itertools.chain(*lists):
+        cuts.setdefault(axis.name, {1, axis.total}).update((axis.pre, axis.pre * axis.size))
+        totals[axis.name] = axis.total
+    atoms = {}
+    for name, bounds in cuts.items():
+        chain = sorted(bounds)
+        if len(chain) > 2 and not any(high % low for low, high in itertools.pairwise(chain)):
+            total = totals[name]
+            atoms[name] = tuple(Axis(name, high // low, low, total) for low, high in itertools.pairwise(chain))
+    return atoms
+
+
+def find_axes(axes: Sequence[Axis], part: Sequence[Axis]) -> int | None:
+    """The position of `part` as a contiguous piece of `axes`."""
+    part, count = tuple(part), len(part)
+    for i in range(len(axes) - count + 1):
+        if tuple(axes[i : i + count]) == part:
+            return i
+    return None
+
+
+def _locate(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, list[Factor], int]:
+    """(dim, its factors, position of the factor whose axes end with `axes`), after splitting a factor if needed.
+
+    A factor that is fully sharded is written together with the next one, so `axes` may stand in the middle of a list:
+    8@dp*tp is (2@dp 4@tp), and gathering dp from it leaves (2 4@tp).
+    """
+    for d, dim in enumerate(layout.dims):
+        for i, factor in enumerate(dim):
+            atoms = axis_atoms(factor.axes, axes)
+            held = refine_axes(factor.size, factor.axes, atoms)
+            wanted = refine_axes(0, axes, atoms)
+            at = find_axes(held, wanted)
+            if at is None:
+                continue
+            end = at + len(wanted)
+            parts: tuple[Factor, ...] | None = (Factor(factor.size, held),)
+            if end < len(held):
+                rest = chunk_sizes(factor.size, held[:end])[0]
+                parts = split_factor(Factor(factor.size, held), factor.size // rest) if factor.size % rest == 0 else None
+            if parts is not None and find_axes(parts[0].axes, wanted) == len(parts[0].axes) - len(wanted):
+                return d, [*dim[:i], *parts, *dim[i + 1 :]], i
+    raise AssertionError(f"no factor of {typed(None, layout)} ends with the axes {'*'.join(map(str, axes))}")
+
+
+def _view(layout: Layout, axes: tuple[Axis, ...], coords: Coords) -> View:
+    dim, factors, at = _locate(layout, axes)
+    wanted = len(refine_axes(0, axes, axis_atoms(factors[at].axes, axes)))
+    split = len(factors[at].axes) - wanted
+    major, minor = factors[at].axes[:split], factors[at].axes[split:]
+    local = layout.local_shape(coords)
+    outer = math.prod(local[:dim]) * math.prod(f.piece(coords)[1] for f in factors[:at])
+    inner = math.prod(f.piece(coords)[1] for f in factors[at + 1 :]) * math.prod(local[dim + 1 :])
+    return outer, chunk_sizes(piece(factors[at].size, major, coords)[1], minor), inner
+
+
+# ---------------------------------------------------------------- the three shapes
+
+
+def gather_geometry(in_layout: Layout, axes: tuple[Axis, ...], coords: Coords) -> View:
+    """How an all_gather joins shards on the rank at `coords`.
+
+    Member j's shard is viewed as (A, sizes[j], B); the result, viewed as (A, sum(sizes), B), is their concatenation
+    along the middle in group order.
+    """
+    return _view(in_layout, tuple(axes), coords)
+
+
+def scatter_geometry(out_layout: Layout, axes: tuple[Axis, ...], coords: Coords) -> View:
+    """How a reduce_scatter cuts the input of the rank at `coords`.
+
+    The input is viewed as (A, sum(sizes), B); member j gets the reduction of the piece of sizes[j] at its place.
+    """
+    return _view(out_layout, tuple(axes), coords)
+
+
+def all_to_all_geometry(in_layout: Layout, out_layout: Layout, axes: tuple[Axis, ...], coords: Coords) -> AllToAll:
+    """How an all_to_all moves `axes` from the end of one factor's axes to the end of another's.
+
+    The block that goes to member j has j's piece of the factor that becomes sharded, and this rank's piece of the
+    factor that becomes whole.
+    """
+    axes = tuple(axes)
+    before: list[int] = []
+    after: list[int] = []
+    split = concat = -1
+    split_axes: tuple[Axis, ...] = ()
+    concat_axes: tuple[Axis, ...] = ()
+    for a, b in zip(in_layout.dims, out_layout.dims, strict=True):
+        pair = align(a, b)
+        if pair is None:
+            raise AssertionError(f"all_to_all from {in_layout} to {out_layout}: a dim has no common factors")
+        for x, y in zip(*pair, strict=True):
+            atoms = axis_atoms(x.axes, y.axes, axes)
+            old, new = refine_axes(x.size, x.axes, atoms), refine_axes(y.size, y.axes, atoms)
+            moved = refine_axes(0, axes, atoms)
+            if old == new + moved:
+                concat, concat_axes = len(before), old[len(new) :]
+            elif new == old + moved:
+                split, split_axes = len(before), new[len(old) :]
+            before.append(x.piece(coords)[1])
+            after.append(y.piece(coords)[1])
+    if split < 0 or concat < 0:
+        raise AssertionError(f"all_to_all over {'*'.join(map(str, axes))} does not lead from {in_layout} to {out_layout}")
+
+    def view(local: list[int], at: int, over: tuple[Axis, ...]) -> View:
+        return math.prod(local[:at]), chunk_sizes(local[at], over), math.prod(local[at + 1 :])
+
+    return AllToAll(view(before, split, split_axes), view(after, concat, concat_axes))
+
+
+def member_coords(axes: Sequence[Axis], coords: Coords) -> list[dict[str, int]]:
+    """The coordinates of the members of the group of `coords` along `axes`, in group order."""
+    result = []
+    for digits in itertools.product(*(range(axis.size) for axis in axes)):
+        at = dict(coords)
+        for axis, digit in zip(axes, digits, strict=True):
+            at[axis.name] += (digit - axis.digit(at)) * (axis.total // (axis.pre * axis.size))
+        result.append(at)
+    return result
+
+
+def permute_sources(
+    in_layout: Layout, out_layout: Layout, axes: tuple[Axis, ...], coords: Coords
+) -> tuple[int, ...] | None:
+    """For each member of the group the member whose shard it takes (maybe its own), both as positions in group order.
+
+    Every shard is taken exactly once: the result is a permutation, the same on every member. None if there is none.
+    """
+    members = member_coords(axes, coords)
+    has: list[tuple[tuple[int, int], ...]] = [()] * len(members)
+    needs: list[tuple[tuple[int, int], ...]] = [()] * len(members)
+    for a, b in zip(in_layout.dims, out_layout.dims, strict=True):
+        pair = align(a, b)
+        if pair is None:
+            return None
+        for x, y in zip(*pair, strict=True):
+            has = [h + (x.piece(at),) for h, at in zip(has, members, strict=True)]
+            needs = [n + (y.piece(at),) for n, at in zip(needs, members, strict=True)]
+    holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for j, part in enumerate(has):
+        if part != needs[j]:
+            holders.setdefault(part, []).append(j)
+    sources = []
+    for j, part in enumerate(needs):
+        if has[j] == part:
+            sources.append(j)
+        elif holders.get(part):
+            sources.append(holders[part].pop(0))
+        else:
+            return None
+    return tuple(sources)
+
+
+# ---------------------------------------------------------------- reference
+
+
+@functools.lru_cache(maxsize=4096)
+def _groups(axes: tuple[Axis, ...], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    return tuple(mesh.group(axes, coords) for coords in mesh.rank_coords)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bound(
+    kind: str, axes: tuple[Axis, ...], in_layout: Layout, out_layout: Layout, mesh: Mesh
+) -> tuple[View | AllToAll | tuple[int, ...] | None, ...]:
+    """The geometry of every rank of the mesh."""
+    result: list[View | AllToAll | tuple[int, ...] | None] = []
+    for coords in mesh.rank_coords:
+        if kind == "all_gather":
+            result.append(gather_geometry(in_layout, axes, coords))
+        elif kind == "reduce_scatter":
+            result.append(scatter_geometry(out_layout, axes, coords))
+        elif kind == "all_to_all":
+            result.append(all_to_all_geometry(in_layout, out_layout, axes, coords))
+        elif kind == "permute":
+            sources = permute_sources(in_layout, out_layout, axes, coords)
+            if sources is None:
+                raise AssertionError(f"{out_layout} is no permutation of the shards of {in_layout}")
+            result.append(sources)
+        else:
+            result.append(None)
+    return tuple(result)
+
+
+def apply(
+    kind: str,
+    axes: Sequence[Axis],
+    reduce: str,
+    in_layout: Layout,
+    out_layout: Layout,
+    mesh: Mesh,
+    shards: Sequence[Tensor],
+) -> list[Tensor]:
+    """Runs one collective (or the local steps `slice` and `mask`) on the shards of all ranks of the mesh.
+
+    Reductions add in absolute rank order. The results share no storage with each other or with the inputs.
+
+    Args:
+      shards: one tensor per rank, of shape in_layout.local_shape(coords of the rank).
+
+    Returns:
+      One tensor per rank, of shape out_layout.local_shape(coords of the rank).
+    """
+    axes = tuple(axes)
+    groups = _groups(axes, mesh)
+    bound = _bound(kind, axes, in_layout, out_layout, mesh)
+    results: list[Tensor] = []
+    sums: dict[tuple[int, ...], Tensor] = {}
+    for rank, coords in enumerate(mesh.rank_coords):
+        group, geometry, shard = groups[rank], bound[rank], shards[rank]
+        me = group.index(rank)
+        if kind in ("all_reduce", "reduce_scatter"):
+            total = sums.get(group)
+            if total is None:
+                first, *others = sorted(group)
+                total = shards[first].clone()
+                for other in others:
+                    total = COMBINE[reduce](total, shards[other])
+                sums[group] = total
+            result = total
+        if kind == "all_reduce":
+            result = result.clone()
+        elif kind == "reduce_scatter":
+            outer, sizes, inner = geometry
+            result = result.reshape(outer, sum(sizes), inner).narrow(1, sum(sizes[:me]), sizes[me]).clone()
+        elif kind == "all_gather":
+            outer, sizes, inner = geometry
+            result = torch.cat([shards[r].reshape(outer, n, inner) for r, n in zip(group, sizes, strict=True)], dim=1)
+        elif kind == "all_to_all":
+            blocks = []
+            for j, other in enumerate(group):
+                outer, sizes, inner = bound[other].split
+                whole = shards[other].reshape(outer, sum(sizes), inner)
+                block = whole.narrow(1, sum(sizes[:me]), sizes[me])
+                blocks.append(block.reshape(geometry.recv_shape(j)))
+            result = torch.cat(blocks, dim=1)
+        elif kind == "permute":
+            result = shards[group[geometry[me]]].clone()
+        elif kind == "slice":
+            result = narrow(shard, Narrowing(in_layout, out_layout).resolve(coords)).clone()
+        elif kind == "mask":
+            first_here = not any(axis.digit(coords) for axis in axes)
+            result = shard.clone() if first_here else torch.full_like(shard, identity(reduce, shard.dtype))
+        else:
+            raise AssertionError(f"no collective {kind!r}")
+        results.append(result.reshape(out_layout.local_shape(coords)))
+    return results
