@@ -62,6 +62,7 @@ def worker() -> None:
 def _main() -> int:
     arguments = sys.argv[1:]
     options = _parse(arguments)
+    options.check_values()
     if isinstance(options, Lower):
         lower(options)
         return 0

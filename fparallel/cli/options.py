@@ -108,11 +108,18 @@ class Options:
     json: bool = False
     """One JSON object for each step on stdout, and nothing else there."""
 
-    def __post_init__(self) -> None:
+    def check_values(self) -> None:
+        """Refuses numbers and combinations that mean nothing.
+
+        Raises:
+            FparallelError: naming the flag.
+        """
         for name in ("steps", "seq", "eval_every"):
             _require(name, getattr(self, name), least=1)
         for name in ("check", "sample", "warmup", "seed"):
             _require(name, getattr(self, name), least=0)
+        for name in ("lr", "weight_decay", "clip"):
+            _require(name, getattr(self, name), least=0.0)
         if self.kv_heads is not None and self.model != "llama":
             raise UsageError("--kv-heads needs grouped-query attention", fix="add --model llama")
         if self.batch is not None and self.batch < self.data_ranks:
@@ -251,6 +258,6 @@ class Options:
         )
 
 
-def _require(name: str, value: int, *, least: int) -> None:
-    if value < least:
-        raise UsageError(f"--{name.replace('_', '-')} {value}", fix=f"use {least} or more")
+def _require(name: str, value: float, *, least: float) -> None:
+    if not least <= value < math.inf:
+        raise UsageError(f"--{name.replace('_', '-')} {value}", fix=f"use a number from {least} on")
