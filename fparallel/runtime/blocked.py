@@ -1,16 +1,16 @@
 """Elementwise segments in blocks that stay in cache.
 
-An optimizer's update is some fifteen elementwise ops over the same few tensors. Op by op, every one of them streams
-its operands from memory. Here the flattened tensors are cut into blocks, and the whole body runs on one block before
-the next: each tensor is read and written once, and temporaries live in a few scratch blocks. What is computed per
-element does not change, so the results are equal bit for bit.
+An optimizer's update is some fifteen elementwise ops over the same few tensors. Op by op, every one of them
+streams its operands from memory. Here the flattened tensors are cut into blocks, and the whole body runs on
+one block before the next: each tensor is read and written once, and temporaries live in a few scratch blocks.
+What is computed per element does not change, so the results are equal bit for bit.
 
     body   v4 = mul(v0, v3); v5 = add(v1, v4)
     text   for b0, b1, d5 in blocks:            # v3 is 0-d; d5 is the block of the output
                mul(b0, v3, out=s0); add(b1, s0, out=d5)
 
-Tensors that are small, not contiguous or not on the CPU, and bodies with an op that is not known to be elementwise,
-run op by op.
+Tensors that are small, not contiguous or not on the CPU, and bodies with an op that is not known to be
+elementwise, run op by op.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fparallel.runtime.segments import (
 )
 from fparallel.schedule.segment import LocalOp, Ref, Segment, map_refs, refs_of
 
-BLOCK = 32768  # elements: 128 KiB of float32, so that a few operands fit in a second-level cache of 512 KiB or more
+BLOCK = 32768  # elements: 128 KiB of float32, so that a few operands fit in a second-level cache
 
 # Operators whose function in `torch` takes the same arguments and `out=`, which computes the same bits.
 _WITH_OUT = frozenset(
@@ -46,17 +46,18 @@ _WITH_OUT = frozenset(
         "addcmul": "default", "addcdiv": "default", "lerp": "Scalar Tensor", "where": "self",
         "clamp": "default Tensor", "clamp_min": "default", "clamp_max": "default", "logical_not": "default",
         "logical_and": "default", "logical_or": "default", "floor": "default", "ceil": "default",
-        "gt": "Tensor Scalar", "ge": "Tensor Scalar", "lt": "Tensor Scalar", "le": "Tensor Scalar", "eq": "Tensor Scalar",
-        "ne": "Tensor Scalar",
+        "gt": "Tensor Scalar", "ge": "Tensor Scalar", "lt": "Tensor Scalar", "le": "Tensor Scalar",
+        "eq": "Tensor Scalar", "ne": "Tensor Scalar",
     }.items()
     for overload in overloads.split()
 )  # fmt: skip
 # Elementwise operators without the tag that says so.
 _ELEMENTWISE = frozenset(
-    f"aten.{name}.default" for name in ("_to_copy", "clone", "zeros_like", "ones_like", "full_like", "lift_fresh_copy")
+    f"aten.{name}.default"
+    for name in ("_to_copy", "clone", "zeros_like", "ones_like", "full_like", "lift_fresh_copy")
 )
-# Binary operators for which a 0-d tensor of the dtype of the other operand computes what a Python number does, and
-# which are called some microseconds faster with one.
+# Binary operators for which a 0-d tensor of the dtype of the other operand computes what a Python number
+# does, and which are called some microseconds faster with one.
 _TAKES_SCALAR_TENSOR = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
 
 _BLOCKED: dict[Any, Bound] = {}
@@ -64,7 +65,10 @@ _SCRATCH: dict[torch.dtype, list[Tensor]] = {}
 
 
 def blocked(
-    body: Segment, segments: Mapping[str, Segment], coords: Mapping[str, int], inplace: tuple[tuple[int, int], ...] = ()
+    body: Segment,
+    segments: Mapping[str, Segment],
+    coords: Mapping[str, int],
+    inplace: tuple[tuple[int, int], ...] = (),
 ) -> Bound:
     """The function that runs an elementwise segment block by block.
 
@@ -86,7 +90,12 @@ class _Blocked:
         self, body: Segment, coords: Mapping[str, int], plain: Bound, inplace: tuple[tuple[int, int], ...]
     ) -> None:
         ops = [
-            LocalOp(op.target, resolve(op.args, coords), op.outs, tuple((k, resolve(v, coords)) for k, v in op.kwargs))
+            LocalOp(
+                op.target,
+                resolve(op.args, coords),
+                op.outs,
+                tuple((k, resolve(v, coords)) for k, v in op.kwargs),
+            )
             for op in body.ops
         ]
         self.ops, self.results, self.plain, self.inplace = ops, body.results, plain, inplace
@@ -128,13 +137,15 @@ def _is_elementwise(op: LocalOp) -> bool:
         return True
     if not op.target.startswith("aten.") or len(op.outs) != 1:
         return False
-    return torch.Tag.pointwise in resolve_target(op.target).tags
+    return torch.Tag.pointwise in getattr(resolve_target(op.target), "tags", ())
 
 
 class _Loop:
     """A generated loop over blocks."""
 
-    def __init__(self, text: str, values: dict[str, Any], scratch: list[torch.dtype], out_dtypes: list[torch.dtype]) -> None:
+    def __init__(
+        self, text: str, values: dict[str, Any], scratch: list[torch.dtype], out_dtypes: list[torch.dtype]
+    ) -> None:
         self.function = compile_text(text, f"<elementwise {abs(hash(text)):x}>", values)
         self.text, self.scratch, self.out_dtypes = text, scratch, out_dtypes
 
@@ -171,7 +182,9 @@ def _make_loop(body: _Blocked, signature: tuple[tuple[torch.dtype, bool], ...]) 
     return _LoopText(body, dtypes, wide, len(signature)).loop()
 
 
-def _probe(ops: Sequence[LocalOp], signature: tuple[tuple[torch.dtype, bool], ...]) -> dict[int, tuple[torch.dtype, bool]]:
+def _probe(
+    ops: Sequence[LocalOp], signature: tuple[tuple[torch.dtype, bool], ...]
+) -> dict[int, tuple[torch.dtype, bool]]:
     """The dtype of every value, and whether it has dims, from a run on two elements."""
     values = {i: torch.ones((2,) if wide else (), dtype=dtype) for i, (dtype, wide) in enumerate(signature)}
     for op in ops:
@@ -198,7 +211,9 @@ class _LoopText:
         self.free: dict[torch.dtype, list[str]] = {}
 
     def loop(self) -> _Loop:
-        before, inside, after = [], [], []
+        before: list[str] = []
+        inside: list[str] = []
+        after: list[str] = []
         for at, op in enumerate(self.body.ops):
             if op.outs[0] is None:
                 continue
@@ -262,13 +277,13 @@ class _LoopText:
         return name
 
     def release(self, at: int) -> None:
-        """Gives back the scratch blocks of the values that the op at `at` reads last; its own result may take one."""
+        """Gives back the scratch blocks of the values read last at `at`; the result of that op may take one."""
         for value, use in self.last.items():
             if use == at and self.where.get(value, "").startswith("s"):
                 self.free.setdefault(self.dtypes[value][0], []).append(self.where[value])
 
     def place(self, out: int, at: int) -> str:
-        """Where the op at `at` writes: the output's own block, unless that is an input's that is still to be read."""
+        """Where the op at `at` writes: the output's own block, unless that is an input still to be read."""
         dtype = self.dtypes[out][0]
         if out in self.body.results:
             position = self.body.results.index(out)

@@ -1,8 +1,10 @@
 """What a collective moves: which part of each rank's tensor goes where, from the layouts alone.
 
-Every collective is one pattern. Rank j wants its part under the output's layout, rank i holds its part under the
-input's; both are products of intervals over the factors of the dims, so what i sends to j is the product of the
-intersections: one `Cut` of i's tensor, one `Cut` of j's. A reducing collective adds what arrives, in ascending rank.
+Every collective is one pattern. Rank j wants its part under the output's layout, rank i holds its part under
+the input's; both are products of intervals over the factors of the dims, so what i sends to j is the product
+of the
+intersections: one `Cut` of i's tensor, one `Cut` of j's. A reducing collective adds what arrives, in
+  ascending rank.
 
     all_gather     i's whole shard         -> an interval of j's tensor
     reduce_scatter j's interval at i       -> j's whole shard, summed over i
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +25,7 @@ from fparallel.layout import Factor, Layout, align
 from fparallel.mesh import Axis, Mesh
 from fparallel.schedule.ir import Collective, Schedule
 
-COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 CoordItems = tuple[tuple[str, int], ...]
 
 
@@ -101,7 +103,9 @@ def exchange_of(instr: Collective, schedule: Schedule, rank: int) -> Exchange:
     tensors = "; ".join(f"{buffers[a]} -> {buffers[b]}" for a, b in zip(instr.ins, instr.outs, strict=True))
     signature = f"{instr.kind}[{axes}] {instr.reduce} {tensors}"
     dtype = buffers[instr.outs[0]].dtype
-    return Exchange(members, members.index(rank), instr.kind, instr.axes, moves, instr.reduce, dtype, signature)
+    return Exchange(
+        members, members.index(rank), instr.kind, instr.axes, moves, instr.reduce, dtype, signature
+    )
 
 
 @functools.lru_cache(maxsize=65536)
@@ -170,7 +174,11 @@ def axis_peer(mesh: Mesh, axis: Axis, peer: int, rank: int) -> int:
 
 def deliver(exchange: Exchange, tensor: int, parts: Sequence[Tensor | None], out: Tensor) -> None:
     """Writes what the members gave (in the order of `members`) of one tensor into this rank's output."""
-    taken = [(cut.of(out), part) for cut, part in zip(exchange.moves[tensor].recvs, parts, strict=True) if cut and part is not None]
+    taken = [
+        (cut.of(out), part)
+        for cut, part in zip(exchange.moves[tensor].recvs, parts, strict=True)
+        if cut and part is not None
+    ]
     if not exchange.reduce:
         for target, part in taken:
             target.copy_(part.reshape(target.shape))

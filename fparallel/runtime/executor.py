@@ -1,8 +1,8 @@
 """The executor: a schedule bound to a transport, then run step by step.
 
-Everything that does not depend on tensor values is decided when an `Executor` is made: buffers become positions in a
-list, segments become functions, groups become members, waits become the steps that they join. A run is then one loop
-over closures.
+Everything that does not depend on tensor values is decided when an `Executor` is made: buffers become
+positions in a list, segments become functions, groups become members, waits become the steps that they join.
+A run is then one loop over closures.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class Executor:
       constants: the global value of every buffer of kind "constant", by name.
       compile: "eager" or "inductor": how segments run.
       trace: record the live bytes of the named buffers after every instruction in `self.live_bytes`.
-      check: find mistakes in a schedule at some cost: freed buffers are overwritten before they are dropped, and
+      check: find mistakes in a schedule at some cost: freed buffers are overwritten before they are dropped,
+        and
         reading one that is not there is an error that names it.
 
     Raises:
-      ExecutionError: the ranks of the job are about to run different programs, a constant is missing, or a segment
+      ExecutionError: the ranks of the job are about to run different programs, a constant is missing, or a
+        segment
         calls an operator that does not exist.
     """
 
@@ -56,7 +58,9 @@ class Executor:
             transport.handshake(fingerprint(parts), parts)
         transport.prepare(schedule)
         self._bound = [
-            _BoundProgram(schedule, transport, rank, constants or {}, compile=compile, trace=trace, check=check)
+            _BoundProgram(
+                schedule, transport, rank, constants or {}, compile=compile, trace=trace, check=check
+            )
             for rank in self.ranks
         ]
         self._checked = False
@@ -66,15 +70,18 @@ class Executor:
         """One step.
 
         Args:
-          arguments: per rank of this process (`self.ranks`) the local tensors of its program's arguments, in their
-            order, without constants. The entries of donated arguments are taken: they are set to None, so that their
-            memory can be reused as soon as the program frees them; in-place writes go into those tensors.
+          arguments: per rank of this process (`self.ranks`) the local tensors of its program's arguments, in
+            their
+            order, without constants. The entries of donated arguments are taken: they are set to None, so
+            that their memory can be reused as soon as the program frees them; in-place writes go into those
+            tensors.
 
         Returns:
           Per rank of this process the local tensors of the results, in their order.
 
         Raises:
-          ExecutionError: an argument does not fit, or a step failed; the message names rank, instruction, buffers,
+          ExecutionError: an argument does not fit, or a step failed; the message names rank, instruction,
+            buffers,
             peers and source line.
         """
         if not self._checked:
@@ -166,8 +173,16 @@ class _BoundProgram:
         peers = self._peers(number)
         if peers:
             lines.append(f"    peers: {', '.join(map(str, peers))}")
-        buffers = list(dict.fromkeys(instr.reads + instr.writes)) if not isinstance(instr, (Wait, Free)) else instr.bufs
-        lines += [f"    buffer {self.schedule.buffers[name]}" for name in buffers[:8] if name in self.schedule.buffers]
+        buffers = (
+            list(dict.fromkeys(instr.reads + instr.writes))
+            if not isinstance(instr, (Wait, Free))
+            else instr.bufs
+        )
+        lines += [
+            f"    buffer {self.schedule.buffers[name]}"
+            for name in buffers[:8]
+            if name in self.schedule.buffers
+        ]
         source = getattr(instr, "source", "")
         lines += [f"    at {source}"] if source else []
         return "\n".join(lines)
@@ -192,7 +207,9 @@ class _BoundProgram:
 
     def _constant(self, name: str, constants: Mapping[str, Tensor]) -> Tensor:
         if name not in constants:
-            raise ExecutionError(f"the schedule's constant {name!r} was not given", fix="pass it in `constants`")
+            raise ExecutionError(
+                f"the schedule's constant {name!r} was not given", fix="pass it in `constants`"
+            )
         layout = self.schedule.buffers[name].layout
         value = constants[name].to(self.device)
         return value if layout.is_replicated else layout.shard(value, self.coords).contiguous()
@@ -251,7 +268,9 @@ class _BoundProgram:
             peer = axis_peer(self.schedule.mesh, instr.axis, instr.peer, rank)
             names = instr.reads or instr.writes
             signature = "; ".join(
-                f"{b.dtype} {b.layout.local_shape(self.coords)}" for b in map(self.schedule.buffers.get, names) if b
+                f"{b.dtype} {b.layout.local_shape(self.coords)}"
+                for b in map(self.schedule.buffers.get, names)
+                if b
             )
             issue = (transport.send if isinstance(instr, Send) else transport.recv)(
                 rank, peer, instr.axis, signature

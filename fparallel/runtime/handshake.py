@@ -13,9 +13,10 @@ from fparallel.schedule.ir import Schedule
 
 
 def parts_of(schedule: Schedule, constants: Mapping[str, Tensor]) -> dict[str, str]:
-    """The parts of the program, each a digest or a version: a difference between ranks is named by its part."""
+    """The parts of a program, each a digest or a version; a difference between ranks is named by its part."""
     programs = [
-        (p.role, p.arguments, p.results, sorted(p.donated), [repr(instr) for instr in p.instrs]) for p in schedule.programs
+        (p.role, p.arguments, p.results, sorted(p.donated), [repr(instr) for instr in p.instrs])
+        for p in schedule.programs
     ]
     arguments = [
         str(schedule.buffers[name])
@@ -49,7 +50,7 @@ def digest(lines: Iterable[str]) -> str:
 
 def _bytes_digest(value: Tensor) -> str:
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(flat.numpy()).hexdigest()}"
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(flat.numpy().data).hexdigest()}"
 
 
 def _version() -> str:

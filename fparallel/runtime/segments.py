@@ -7,8 +7,8 @@ A segment is turned into source text, one line per op, with its symbols resolved
         v3 = aten_relu_default(v2); del v2
         return v3,
 
-Locals are deleted after their last use, so that memory is freed as early as the data flow allows. Equal text with equal
-constants is one function, whichever segment, rank or layer asks for it.
+Locals are deleted after their last use, so that memory is freed as early as the data flow allows. Equal text
+with equal constants is one function, whichever segment, rank or layer asks for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def bind(
       segment: what to run.
       segments: the schedule's segments, for the `map.NAME` ops.
       coords: the rank's coordinates, which resolve the symbols among the arguments.
-      inplace: (position in outputs, position in inputs): the output is written into that input's storage, and the
+      inplace: (position in outputs, position in inputs): the output is written into that input's storage, and
+        the
         function returns that input.
       compile: "eager", or "inductor" to compile the function with torch.compile at its first call.
 
@@ -66,7 +67,9 @@ def bind(
         if compile == "inductor":
             bound = torch.compile(bound, fullgraph=True, dynamic=False)
         elif compile != "eager":
-            raise ExecutionError(f"there is no way to compile called {compile!r}", fix='use "eager" or "inductor"')
+            raise ExecutionError(
+                f"there is no way to compile called {compile!r}", fix='use "eager" or "inductor"'
+            )
         _FUNCTIONS[key] = bound
     return bound
 
@@ -117,7 +120,7 @@ def resolve(arg: Any, coords: Coords) -> Any:
 
 
 def last_uses(segment: Segment) -> dict[int, int]:
-    """The position of the op that reads each value last; results are never in it, unread values at their op."""
+    """The position of the op that reads each value last (unread: that makes it); results are left out."""
     last = {out: at for at, op in enumerate(segment.ops) for out in op.outs if out is not None}
     for at, op in enumerate(segment.ops):
         for ref in refs_of([list(op.args), [v for _, v in op.kwargs]]):
@@ -142,7 +145,11 @@ class Names:
 
     def constant(self, value: Any) -> str:
         """The text of a constant; objects that have none become globals."""
-        if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        if (
+            value is None
+            or isinstance(value, (bool, int, str))
+            or (isinstance(value, float) and math.isfinite(value))
+        ):
             return repr(value)
         if isinstance(value, torch.dtype):
             return str(value)
@@ -160,7 +167,9 @@ class Names:
 
     def named(self, prefix: str, value: Any) -> str:
         for name, known in self.values.items():
-            if known is value or (type(known) is type(value) and name.startswith(f"{prefix}_") and known == value):
+            if known is value or (
+                type(known) is type(value) and name.startswith(f"{prefix}_") and known == value
+            ):
                 return name
         name = f"{prefix}_{len(self.values)}"
         self.values[name] = value
@@ -193,7 +202,13 @@ class _Code:
         *,
         fused: bool,
     ) -> None:
-        self.segment, self.segments, self.coords, self.inplace, self.fused = segment, segments, coords, inplace, fused
+        self.segment, self.segments, self.coords, self.inplace, self.fused = (
+            segment,
+            segments,
+            coords,
+            inplace,
+            fused,
+        )
         self.names = Names({})
         self.done: set[tuple[int, int]] = set()  # the pairs of `inplace` that a map op writes itself
         last = last_uses(segment)
@@ -208,7 +223,9 @@ class _Code:
         inputs = ", ".join(f"v{i}" for i in range(len(segment.inputs)))
         results = [f"v{r}" for r in segment.results]
         for out, into in self.inplace:
-            results[out] = f"v{into}.copy_(v{segment.results[out]})" if (out, into) not in self.done else f"v{into}"
+            results[out] = (
+                f"v{into}.copy_(v{segment.results[out]})" if (out, into) not in self.done else f"v{into}"
+            )
         lines.append(f"    return {''.join(r + ', ' for r in results) or '()'}")
         self.text = f"def run({inputs}):\n" + "\n".join(lines) + "\n"
         self.constants = self.names.values
@@ -244,7 +261,7 @@ class _Code:
         return blocked(body, self.segments, self.coords, tuple(pairs))
 
     def only_in_maps(self, value: int, at: int) -> bool:
-        """Whether the op at `at` is the last to read `value`, and only elementwise ops ever do (they make no views)."""
+        """Whether the op at `at` is the last to read `value`, and only maps, which make no views, ever do."""
         uses = [
             (i, op.target.startswith("map."))
             for i, op in enumerate(self.segment.ops)
@@ -257,4 +274,6 @@ class _Code:
         return tuple((dtype, layout.local_shape(coords)) for dtype, layout in self.segment.inputs)
 
     def function(self) -> Bound:
-        return compile_text(self.text, f"{_FILE}{self.segment.name} {self.segment.fingerprint}>", self.constants)
+        return compile_text(
+            self.text, f"{_FILE}{self.segment.name} {self.segment.fingerprint}>", self.constants
+        )

@@ -1,8 +1,9 @@
 """Deadlines: no wait hangs, whatever a peer does.
 
-The transport's own timeouts come first. Behind them stands a daemon thread: if the process is still inside one wait
-some seconds after the deadline (stuck in a C call), it prints where the rank stands and ends the process. It also makes
-Ctrl-C work during a wait: the main thread cannot run Python's handler inside a C call, so the thread ends the process.
+The transport's own timeouts come first. Behind them stands a daemon thread: if the process is still inside
+one wait some seconds after the deadline (stuck in a C call), it prints where the rank stands and ends the
+process. It also makes Ctrl-C work during a wait: the main thread cannot run Python's handler inside a C call,
+so the thread ends the process.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Watchdog:
     def __enter__(self) -> None:
         self.since = time.monotonic()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.since = None
 
     def _watch(self) -> None:

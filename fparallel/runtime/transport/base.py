@@ -85,5 +85,5 @@ def failure(task: Task, error: BaseException) -> Any:
         return error
     return ExecutionError(
         f"{type(error).__name__}: {error}\n{task.report(task.at)}",
-        fix="the instruction and its source line say what ran; an error of torch is explained by its first line",
+        fix="the first line is torch's; the instruction and its source line say where it came from",
     )

@@ -49,7 +49,7 @@ class DistributedTransport:
             tune_allocator()
 
     def prepare(self, schedule: Schedule) -> None:
-        """Makes the communicators of all programs of the schedule; collective, in the same order on every rank."""
+        """Makes the communicators of all programs; collective, in the same order on every rank."""
         wanted: set[tuple[str, str]] = set()
         for program in schedule.programs:
             for instr in program.instrs:
@@ -64,7 +64,14 @@ class DistributedTransport:
     def _communicator(self, use: str, axes: tuple[Axis, ...]) -> Any:
         """The communicator of this rank over `axes`; the first call makes those of all ranks."""
         known = _communicators()
-        key = (use, self.mesh.sizes, self.mesh.names, self.mesh.device, "*".join(map(str, axes)), self.deadline)
+        key = (
+            use,
+            self.mesh.sizes,
+            self.mesh.names,
+            self.mesh.device,
+            "*".join(map(str, axes)),
+            self.deadline,
+        )
         if key not in known:
             groups = sorted({tuple(sorted(self.mesh.group(axes, at))) for at in self.mesh.rank_coords})
             for members in groups:
@@ -83,7 +90,12 @@ class DistributedTransport:
         if use == _GROUP:
             group = dist.new_group(list(members), timeout=timeout, backend="nccl")
             return NcclCommunicator(group, members) if self.rank in members else None
-        pairs = {(a, b): dist.new_group([a, b], timeout=timeout, backend="nccl") for a in members for b in members if a != b}
+        pairs = {
+            (a, b): dist.new_group([a, b], timeout=timeout, backend="nccl")
+            for a in members
+            for b in members
+            if a != b
+        }
         return NcclPairs(pairs, members, self.rank) if self.rank in members else None
 
     def collective(self, rank: int, exchange: Exchange) -> Issue:
@@ -102,7 +114,8 @@ class DistributedTransport:
         (task,) = tasks
         self.task = task
         try:
-            for task.at, step in enumerate(task.steps):
+            for number, step in enumerate(task.steps):
+                task.at = number
                 waiting: Any = step(task.slots)
                 if waiting:
                     with self.watchdog:
@@ -115,7 +128,9 @@ class DistributedTransport:
     def _join(self, waiting: Sequence[Any]) -> None:
         try:
             if len(waiting) > 1:
-                for pending in waiting:  # starts the second halves of all before waiting for the first of them
+                for (
+                    pending
+                ) in waiting:  # starts the second halves of all before waiting for the first of them
                     pending.arrive()
             for pending in waiting:
                 pending.wait()
@@ -203,10 +218,11 @@ def compare(given: Sequence[tuple[str, dict[str, str]]]) -> str:
 
 @functools.cache
 def tune_allocator() -> bool:
-    """Makes glibc keep freed memory mapped, so that the next step does not fault it in again; once per process.
+    """Makes glibc keep freed memory mapped, so that the next step does not fault it in again; once per
+    process.
 
-    A training step allocates and frees the same sizes again and again; by default glibc returns large blocks to the
-    system each time, and the kernel zeroes them anew. Measured: benchmarks/allocator.py.
+    A training step allocates and frees the same sizes again and again; by default glibc returns large blocks
+    to the system each time, and the kernel zeroes them anew. Measured: benchmarks/allocator.py.
 
     Returns:
       Whether the C library took the setting (glibc does, others have no such function).

@@ -1,11 +1,11 @@
 """Collectives between CPU processes, built from gloo's sends and receives.
 
-gloo's own collectives are left alone, for three reasons: sums must be in ascending rank order, whatever the bucket or
-the algorithm, so that they equal the simulated transport bit for bit; uneven shards must travel without padding; and
-exchanging parts directly is faster (`benchmarks/collectives.py`).
+gloo's own collectives are left alone, for three reasons: sums must be in ascending rank order, whatever the
+bucket or the algorithm, so that they equal the simulated transport bit for bit; uneven shards must travel
+without padding; and exchanging parts directly is faster (`benchmarks/collectives.py`).
 
-Every collective is one direct exchange: each rank sends each peer the parts that it needs, and adds what arrives in rank
-order. A large all_reduce is two: a reduce_scatter of flat chunks, then an all_gather of them.
+Every collective is one direct exchange: each rank sends each peer the parts that it needs, and adds what
+arrives in rank order. A large all_reduce is two: a reduce_scatter of flat chunks, then an all_gather of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from fparallel.runtime.exchange import Cut, Exchange, Move, deliver
 from fparallel.runtime.transport.base import Issue
 from fparallel.runtime.transport.messages import Message, Pool, messages
 
-# From this many bytes on, an all_reduce over more than two ranks goes through flat chunks: it then moves 2(n-1)/n times
-# the tensor instead of n-1 times, for one more round trip. Measured: benchmarks/collectives.py.
+# From this many bytes on, an all_reduce over more than two ranks goes through flat chunks: it then moves
+# 2(n-1)/n times the tensor instead of n-1 times, for one more round trip. Measured:
+# benchmarks/collectives.py.
 CHUNKED = 256 * 1024
 _STEPS, _MESSAGES = 1 << 16, 1 << 12  # a tag is (step, message); sends and recvs have a range of their own
 
@@ -93,7 +94,10 @@ class GlooCommunicator:
 
     def _exchange(self, exchange: Exchange) -> Callable[..., _Pending]:
         """The function (inputs, outputs, tag, next) that starts one direct exchange."""
-        outgoing, incoming = _slotted(messages(exchange, sends=True)), _slotted(messages(exchange, sends=False))
+        outgoing, incoming = (
+            _slotted(messages(exchange, sends=True)),
+            _slotted(messages(exchange, sends=False)),
+        )
         group, pool, me, dtype = self.group, self.pool, exchange.me, exchange.dtype
         own = [] if exchange.reduce else [
             (tensor, send, recv)
@@ -101,10 +105,16 @@ class GlooCommunicator:
             if (send := move.sends[me]) is not None and (recv := move.recvs[me]) is not None
         ]  # fmt: skip
         if exchange.reduce:
-            def finish(arrived: list[tuple[Message, Tensor]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+
+            def finish(
+                arrived: list[tuple[Message, Tensor]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+            ) -> None:
                 _reduce(exchange, arrived, inputs, outputs)
         else:
-            def finish(arrived: list[tuple[Message, Tensor]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+
+            def finish(
+                arrived: list[tuple[Message, Tensor]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+            ) -> None:
                 for message, flat in arrived:
                     for part, (tensor, cut) in zip(message.split(flat), message.parts, strict=True):
                         target = cut.of(outputs[tensor])
@@ -146,7 +156,10 @@ def _slotted(found: Sequence[Message]) -> list[tuple[Message, int]]:
 
 
 def _reduce(
-    exchange: Exchange, arrived: list[tuple[Message, Tensor]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    exchange: Exchange,
+    arrived: list[tuple[Message, Tensor]],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
 ) -> None:
     parts: list[list[Tensor | None]] = [[None] * len(exchange.members) for _ in exchange.moves]
     for message, flat in arrived:
@@ -203,21 +216,29 @@ def is_chunked(exchange: Exchange) -> bool:
     """Whether a step is an all_reduce that is better cut into chunks."""
     if exchange.kind != "all_reduce" or len(exchange.members) <= 2:
         return False
-    nbytes = sum(cut.numel for move in exchange.moves if (cut := move.recvs[exchange.me])) * exchange.dtype.itemsize
+    nbytes = (
+        sum(cut.numel for move in exchange.moves if (cut := move.recvs[exchange.me]))
+        * exchange.dtype.itemsize
+    )
     return nbytes >= CHUNKED
 
 
 def chunked(exchange: Exchange) -> tuple[Exchange, Exchange]:
-    """An all_reduce as a reduce_scatter of flat chunks into the output and an all_gather of them in the output."""
+    """An all_reduce as a reduce_scatter of flat chunks into the output and an all_gather of them there."""
     num, me = len(exchange.members), exchange.me
     scatters, gathers = [], []
     for move in exchange.moves:
         numel = next((cut.numel for cut in move.recvs if cut is not None), 0)
         sizes = chunk_sizes(numel, (Axis("chunk", num),))
         chunks = [
-            Cut((numel,), ((0, sum(sizes[:i]), size),), size) if size else None for i, size in enumerate(sizes)
+            Cut((numel,), ((0, sum(sizes[:i]), size),), size) if size else None
+            for i, size in enumerate(sizes)
         ]
         scatters.append(Move(tuple(chunks), (chunks[me],) * num, move.in_shape, move.out_shape))
         mine = tuple(chunks[me] if i != me else None for i in range(num))
-        gathers.append(Move(mine, tuple(chunks[i] if i != me else None for i in range(num)), move.in_shape, move.out_shape))
+        gathers.append(
+            Move(
+                mine, tuple(chunks[i] if i != me else None for i in range(num)), move.in_shape, move.out_shape
+            )
+        )
     return replace(exchange, moves=tuple(scatters)), replace(exchange, moves=tuple(gathers), reduce="")

@@ -18,17 +18,19 @@ DEADLINE = 300.0
 def join_job(device: str | None = None) -> tuple[int, str]:
     """Joins the job that started this process, or the process group that exists; safe to call again.
 
-    The environment is torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) or Slurm's (SLURM_PROCID,
-    SLURM_NTASKS, SLURM_LOCALID). Without either, the process is a job of one rank.
+    The environment is torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) or Slurm's
+    (SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID). Without either, the process is a job of one rank.
 
     Args:
-      device: "cpu" (gloo) or "cuda" (NCCL; selects the device of the local rank); by default cuda where there is one.
+      device: "cpu" (gloo) or "cuda" (NCCL; selects the device of the local rank); by default cuda where there
+        is one.
 
     Returns:
       (number of ranks, device).
 
     Raises:
-      MeshError: the environment is incomplete, the device is not there, or the existing group uses another device.
+      MeshError: the environment is incomplete, the device is not there, or the existing group uses another
+        device.
     """
     if device not in (None, "cpu", "cuda"):
         raise MeshError(f"a job cannot run on the device {device!r}", fix='use "cpu" or "cuda"')
@@ -58,7 +60,7 @@ def _existing_device(device: str | None) -> str:
     if not has[found]:
         raise MeshError(
             f"the process group that exists runs {backend}, which does not serve {found}",
-            fix='initialise it with "gloo" for the CPU or "cpu:gloo,cuda:nccl" for CUDA, or leave that to make_mesh',
+            fix='initialise it with "gloo" (CPU) or "cpu:gloo,cuda:nccl" (CUDA), or leave that to make_mesh',
         )
     return found
 
@@ -75,14 +77,16 @@ def _position(environment: Mapping[str, str]) -> tuple[int, int]:
         missing = [name for name in needed if name not in environment]
         if missing:
             raise MeshError(
-                f"this process looks like a rank of a job ({', '.join(given)} set) but {', '.join(missing)} is not set",
+                f"{', '.join(given)} is set, as in a rank of a job, but {', '.join(missing)} is not",
                 fix="start it with torchrun --nproc-per-node=N, or unset the variables to run alone",
             )
         rank, num_ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     except ValueError as error:
         if isinstance(error, MeshError):
             raise
-        raise MeshError(f"RANK or WORLD_SIZE is no number: {error}", fix="start the job with torchrun") from None
+        raise MeshError(
+            f"RANK or WORLD_SIZE is no number: {error}", fix="start the job with torchrun"
+        ) from None
     if not 0 <= rank < num_ranks:
         raise MeshError(f"RANK={rank} is not a rank of WORLD_SIZE={num_ranks}", fix="number the ranks from 0")
     return rank, num_ranks
@@ -101,7 +105,11 @@ def _select_device(local_rank: int) -> None:
 
 def _adopt_slurm(environment: MutableMapping[str, str]) -> None:
     """Fills in torchrun's names from Slurm's, inside a job step of several tasks."""
-    if "RANK" in environment or "SLURM_PROCID" not in environment or int(environment.get("SLURM_NTASKS", "1")) == 1:
+    if (
+        "RANK" in environment
+        or "SLURM_PROCID" not in environment
+        or int(environment.get("SLURM_NTASKS", "1")) == 1
+    ):
         return
     environment["RANK"] = environment["SLURM_PROCID"]
     environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]

@@ -1,7 +1,8 @@
 """Messages between two ranks: which parts of a bucket travel together, and through which memory.
 
-A large part travels alone, straight from and into the tensors where it is contiguous there. Small parts for one peer
-are packed into one message. Both sides decide from the numbers of elements alone, so they agree without talking.
+A large part travels alone, straight from and into the tensors where it is contiguous there. Small parts for
+one peer are packed into one message. Both sides decide from the numbers of elements alone, so they agree
+without talking.
 """
 
 from __future__ import annotations

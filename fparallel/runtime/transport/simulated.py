@@ -1,12 +1,12 @@
 """All ranks in one process, on real tensors, deterministic.
 
-Every rank advances until it must wait; then the next one goes on. A communicator (the group of a collective, the
-ordered pair of a send and its recv) is a queue per rank: when all members have a step at the head of their queues, the
-steps are compared and executed together.
+Every rank advances until it must wait; then the next one goes on. A communicator (the group of a collective,
+the ordered pair of a send and its recv) is a queue per rank: when all members have a step at the head of
+their queues, the steps are compared and executed together.
 
-Two modes bracket what real transports do. "rendezvous": issuing a step blocks until all members have issued it, as a
-blocking send does. "buffered": issuing never blocks, only `wait` does, as streams do. When no rank can advance, the
-schedule deadlocks, and the error shows where every rank stands.
+Two modes bracket what real transports do. "rendezvous": issuing a step blocks until all members have issued
+it, as a blocking send does. "buffered": issuing never blocks, only `wait` does, as streams do. When no rank
+can advance, the schedule deadlocks, and the error shows where every rank stands.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ class _Post:
     __slots__ = ("done", "exchange", "inputs", "outputs", "rank", "signature")
 
     def __init__(
-        self, rank: int, signature: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], exchange: Exchange | None
+        self,
+        rank: int,
+        signature: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        exchange: Exchange | None,
     ) -> None:
         self.rank, self.signature, self.exchange = rank, signature, exchange
         self.inputs, self.outputs = inputs, outputs
@@ -126,7 +131,7 @@ class SimulatedTransport:
         mode = "rendezvous" if self.rendezvous else "buffered"
         return ExecutionError(
             f"deadlock: no rank can go on ({mode} mode)\n" + "\n".join(lines),
-            fix="order the steps so that all members of a group reach each one; schedule.verify() finds the cycle",
+            fix="order the steps so that all members of a group reach each one; schedule.verify() finds cycles",
         )
 
     def handshake(self, fingerprint: str, parts: dict[str, str]) -> None:
@@ -153,21 +158,20 @@ def _match(queues: dict[int, collections.deque[_Post]]) -> None:
         shown = "\n".join(f"  rank {post.rank}: {post.signature}" for post in posts)
         raise ExecutionError(
             f"the members of a group do not agree on their next step\n{shown}",
-            fix="give all members the same collectives in the same order; schedule.verify() finds the first difference",
+            fix="give all members the same collectives in the same order; schedule.verify() compares them",
         )
-    if posts[0].exchange is None:
+    exchanges = [post.exchange for post in posts if post.exchange is not None]
+    if not exchanges:
         source, target = posts
         for x, out in zip(source.inputs, target.outputs, strict=True):
             out.copy_(x)
-    else:
-        for post in posts:
-            for tensor, out in enumerate(post.outputs):
-                cuts = [giver.exchange.moves[tensor].sends[post.exchange.me] for giver in posts]
-                parts = [
-                    None if cut is None else cut.of(giver.inputs[tensor])
-                    for cut, giver in zip(cuts, posts, strict=True)
-                ]
-                deliver(post.exchange, tensor, parts, out)
+    for post, exchange in zip(posts, exchanges, strict=False):
+        for tensor, out in enumerate(post.outputs):
+            parts: list[Tensor | None] = []
+            for giver, theirs in zip(posts, exchanges, strict=True):
+                cut = theirs.moves[tensor].sends[exchange.me]
+                parts.append(None if cut is None else cut.of(giver.inputs[tensor]))
+            deliver(exchange, tensor, parts, out)
     for post in posts:
         post.done = True
         post.inputs = post.outputs = ()
