@@ -31,8 +31,8 @@ def rules_of(**flags) -> dict:
 def test_every_flag_of_the_command_line_is_read():
     line = (
         "--mesh dp=4,tp=2 --zero 1 --steps 7 --batch 16 --seq 64 --layers 3 --dim 96 --heads 6 --lr 0.1 "
-        "--seed 5 --data x.txt --simulate --compile inductor --out there --check 2 --json --model llama --kv-heads 2 "
-        "--optimizer lion"
+        "--seed 5 --data x.txt --simulate --compile inductor --out there --check 2 --json --model llama "
+        "--kv-heads 2 --optimizer lion"
     )
     options = _parse(["train", *line.split()])
     assert isinstance(options, Train)
