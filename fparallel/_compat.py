@@ -23,6 +23,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "current_backward_sequence",
+    "decomposition",
     "forward_sequence",
     "functorch_active",
     "register_torch_pytree",
@@ -80,3 +81,10 @@ def returns_list(operator: Any) -> bool:
     """Whether an ATen operator returns one value that is a list of tensors (`aten.split.Tensor`)."""
     schema = getattr(operator, "_schema", None)
     return schema is not None and len(schema.returns) == 1 and "List" in str(schema.returns[0].type)
+
+
+def decomposition(op: Any) -> Callable | None:
+    """torch's own decomposition of an operator into simpler ones, if it has one."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table.get(op)

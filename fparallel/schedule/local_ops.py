@@ -76,8 +76,8 @@ def sum_squares(tensors: list[Tensor], counted: list[bool], dtype: torch.dtype, 
     total = torch.zeros((), dtype=dtype, device=device)
     for tensor, mine in zip(tensors, counted, strict=True):
         if mine and tensor.numel():
-            flat = tensor.reshape(-1)
-            total = total + torch.dot(flat, flat).to(dtype)
+            flat = tensor.reshape(-1).to(dtype)
+            total = total + torch.dot(flat, flat)
     return total
 
 
@@ -87,3 +87,33 @@ def full_if_empty(x: Tensor, dims: list[int], value: float) -> Tensor:
         return x
     shape = [1 if d in dims else s for d, s in enumerate(x.shape)]
     return x.new_full(shape, value)
+
+
+def extremum(x: Tensor, kind: str, dims: list[int], keepdim: bool) -> Tensor:
+    """amax or amin over dims, the identity where a reduced dim is empty on this rank."""
+    from fparallel.layout import identity
+
+    x = full_if_empty(x, dims, identity(kind, x.dtype))
+    return torch.amax(x, dims, keepdim) if kind == "max" else torch.amin(x, dims, keepdim)
+
+
+def random(
+    key: Tensor, kind: str, shape: list[int], dtype: torch.dtype, low: float, high: float, runs: list[list[tuple[int, int, int]]]
+) -> Tensor:
+    """The part of a keyed draw of global `shape` that a shard holds."""
+    from fparallel.random import random_shard
+
+    return random_shard(key, kind, shape, dtype, low, high, [tuple(r) for r in runs])
+
+
+def unless_empty(target: str, args: list, kwargs: list[tuple[str, object]], num_outs: int) -> tuple[Tensor, ...]:
+    """An attention kernel, or empty results where this rank has no batch or no heads."""
+    namespace, name, overload = target.split(".")
+    op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if all(t.numel() for t in tensors[:3]):
+        return op(*args, **dict(kwargs))[:num_outs]
+    if "backward" in name:
+        return tuple(torch.zeros_like(t) for t in tensors[1:4])
+    query, _, value = tensors[:3]
+    return query.new_zeros((*query.shape[:3], value.shape[3])), query.new_zeros(query.shape[:3])

@@ -1,0 +1,1 @@
+"""The compiler: function -> Program -> layouts -> local programs -> Schedule. It never imports the runtime."""

@@ -1,0 +1,316 @@
+"""Building the schedule: local items become runs of segments, collectives and named buffers.
+
+A block lowers to a template (run, collective, run, ...) made once and instantiated per call. Ops between two
+collectives that depend on each other make one segment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fparallel.compiler.local import Call, Comm, Item, Local, Op, drop_dead, map_locals
+from fparallel.compiler.memory import Split, split
+from fparallel.compiler.partition import Context, Template
+from fparallel.layout import same
+from fparallel.schedule.ir import Buffer, Collective, Instr, Program, Run, Schedule
+from fparallel.schedule.segment import LocalOp, Ref, Segment
+
+
+@dataclass(eq=False)
+class Piece:
+    """A segment and the Locals that it reads and gives out."""
+
+    segment: Segment
+    ins: list[Local]
+    outs: list[Local]
+
+
+@dataclass
+class Plan:
+    """Pieces, collectives and block calls in the order in which they issue."""
+
+    steps: list[Piece | Comm | Call] = field(default_factory=list)
+
+
+@dataclass
+class Lowered:
+    """A schedule and the tensors of its constants."""
+
+    schedule: Schedule
+    constants: dict[str, torch.Tensor]
+
+
+class Builder:
+    """Makes the schedule of one program."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.segments: dict[str, Segment] = dict(context.map_bodies)
+        self.buffers: dict[str, Buffer] = {}
+        self.instrs: list[Instr] = []
+        self.names: dict[Local, str] = {}
+        self.templates: dict[int, tuple[Split, Plan, Plan]] = {}
+        self.counts: dict[str, Any] = {}
+        self.call_numbers: dict[tuple[int, int], int] = {}
+
+    # -------------------------------------------------------------- segments
+
+    def plan(self, items: Sequence[Item], results: Iterable[Local], label: str) -> Plan:
+        """Groups ops into segments between the collectives and calls that need them."""
+        plan = Plan()
+        pending: list[Op] = []
+        made: set[Local] = set()
+        wanted = set(results)
+        readers: dict[Local, list[int]] = {}
+        for i, item in enumerate(items):
+            for value in item.inputs:
+                readers.setdefault(value, []).append(i)
+
+        position = {id(item): i for i, item in enumerate(items)}
+
+        def flush() -> None:
+            if not pending:
+                return
+            inside = {position[id(op)] for op in pending}
+            outs = [
+                out for op in pending for out in op.outs
+                if out is not None and (out in wanted or any(r not in inside for r in readers.get(out, ())))
+            ]  # fmt: skip
+            if outs:
+                plan.steps.append(self.piece(pending, outs, label))
+            pending.clear()
+            made.clear()
+
+        for item in items:
+            if isinstance(item, Op):
+                if pending and pending[-1].phase != item.phase:
+                    flush()
+                pending.append(item)
+                made.update(out for out in item.outs if out is not None)
+                continue
+            if any(value in made for value in item.inputs):
+                flush()
+            plan.steps.append(item)
+        flush()
+        return plan
+
+    def piece(self, ops: Sequence[Op], outs: list[Local], label: str) -> Piece:
+        """One segment of consecutive ops. Results that would share memory with an input or another are copied."""
+        defined = {out for op in ops for out in op.outs if out is not None}
+        ins = list(dict.fromkeys(value for op in ops for value in op.inputs if value not in defined))
+        index = {value: i for i, value in enumerate(ins)}
+        counter = itertools.count(len(ins))
+        root: dict[Local, Local] = {value: value for value in ins}
+        local_ops = []
+        for op in ops:
+            for out in op.outs:
+                if out is not None:
+                    index[out] = next(counter)
+                    root[out] = root[op.inputs[0]] if op.view and op.inputs else out
+
+            def ref(arg: Any) -> Any:
+                return map_locals(lambda value: Ref(index[value]), arg)
+
+            local_ops.append(LocalOp(
+                op.target, tuple(ref(a) for a in op.args), tuple(None if o is None else index[o] for o in op.outs),
+                tuple((k, ref(v)) for k, v in op.kwargs.items()), op.source,
+            ))  # fmt: skip
+        results, taken = [], set(ins)
+        for out in outs:
+            if root[out] in taken:
+                copy = next(counter)
+                local_ops.append(LocalOp("local.own", (Ref(index[out]),), (copy,)))
+                results.append(copy)
+            else:
+                taken.add(root[out])
+                results.append(index[out])
+        number = self.counts.setdefault(label, itertools.count())
+        segment = Segment(
+            f"{label}.{next(number)}", tuple((v.dtype, v.layout) for v in ins), tuple((v.dtype, v.layout) for v in outs),
+            tuple(local_ops), tuple(results), sum(op.flops for op in ops),
+        )  # fmt: skip
+        self.segments[segment.name] = segment
+        return Piece(segment, ins, outs)
+
+    def template(self, template: Template) -> tuple[Split, Plan, Plan]:
+        key = id(template)
+        if key not in self.templates:
+            parts = split(template)
+            forward = self.plan(parts.forward, [*template.outputs, *parts.residuals], f"F.{template.name}{template.index}")
+            backward = self.plan(parts.backward, template.grads, f"B.{template.name}{template.index}")
+            self.templates[key] = (parts, forward, backward)
+        return self.templates[key]
+
+    # -------------------------------------------------------------- instructions
+
+    def name(self, local: Local, base: str, kind: str = "temp") -> str:
+        """The buffer of a Local, made at first sight."""
+        if local in self.names:
+            return self.names[local]
+        name = local.name or base
+        if name in self.buffers:
+            number = next(i for i in itertools.count(1) if f"{name}~{i}" not in self.buffers)
+            name = f"{name}~{number}"
+        self.names[local] = name
+        self.buffers[name] = Buffer(name, local.dtype, local.layout, kind)
+        return name
+
+    def emit(self, plan: Plan, names: dict[Local, str], prefix: str, label: str) -> None:
+        """Issues the steps of a plan; `names` maps Locals to buffers and grows."""
+
+        def name(local: Local) -> str:
+            if local in names:
+                return names[local]
+            if local in self.names:
+                return self.names[local]
+            base = f"{prefix}.{local.name}" if local.name and prefix else local.name or f"{prefix or 't'}.{len(names)}"
+            fresh = base
+            for i in itertools.count(1):
+                if fresh not in self.buffers:
+                    break
+                fresh = f"{base}~{i}"
+            self.buffers[fresh] = Buffer(fresh, local.dtype, local.layout)
+            names[local] = fresh
+            return fresh
+
+        for step in plan.steps:
+            if isinstance(step, Piece):
+                ins = tuple(name(value) for value in step.ins)
+                outs = tuple(name(value) for value in step.outs)
+                self.instrs.append(Run(step.segment.name, ins, outs, label or step.segment.name))
+            elif isinstance(step, Comm):
+                src = name(step.src)
+                self.instrs.append(Collective(
+                    step.kind, step.axes, (src,), (name(step.dst),), step.reduce, step.cause, step.source,
+                ))  # fmt: skip
+            else:
+                self.call(step, name)
+
+    def call(self, call: Call, name: Any) -> None:
+        """Instantiates a block's forward or backward."""
+        template: Template = call.block
+        parts, forward, backward = self.template(template)
+        key = (id(template), call.saved.index)
+        if key not in self.call_numbers:
+            self.call_numbers[key] = next(self.counts.setdefault(f"calls {template.name}", itertools.count()))
+        prefix = f"{template.name}.{self.call_numbers[key]}"
+        ins = [name(value) for value in call.ins]
+        inner: dict[Local, str] = {}
+        formal = template.inputs + (template.tangents if call.backward else [])
+        inner.update(zip(formal, ins, strict=True))
+        names: dict[Local, str] = call.saved.names  # type: ignore[assignment]
+        if call.backward:
+            for residual in parts.residuals:
+                inner[residual] = names[residual]
+            for formal_out in template.outputs:
+                if formal_out in names:
+                    inner.setdefault(formal_out, names[formal_out])
+            results = list(zip(template.grads, call.outs, strict=True))
+            plan, label = backward, f"B {prefix}"
+        else:
+            results = list(zip(template.outputs, call.outs, strict=True))
+            plan, label = forward, f"F {prefix}"
+        passed = []
+        for formal_out, actual in results:
+            if formal_out in inner:
+                passed.append((formal_out, actual))
+            elif formal_out not in inner:
+                inner[formal_out] = name(actual)
+        self.emit(plan, inner, prefix, label)
+        for formal_out, actual in passed:
+            self.copy(inner[formal_out], actual, name(actual), label)
+        if not call.backward:
+            for value in [*parts.residuals, *template.outputs]:
+                names[value] = inner[value]
+
+    def copy(self, src: str, local: Local, dst: str, label: str) -> None:
+        """A block output that is one of its inputs, or the same as another output, gets a buffer of its own."""
+        key = f"copy.{self.buffers[src].dtype}.{local.layout}"
+        if key not in self.segments:
+            value = (local.dtype, local.layout)
+            self.segments[key] = Segment(key, (value,), (value,), (LocalOp("local.own", (Ref(0),), (1,)),), (1,))
+        self.instrs.append(Run(key, (src,), (dst,), label))
+
+
+def build(
+    context: Context, items: Sequence[Item], arguments: Sequence[Local], results: Sequence[Local], donated: Sequence[bool],
+    same_place: Sequence[int | None],
+) -> Lowered:  # fmt: skip
+    """The schedule of a partitioned program, with no waits and frees yet (the passes add them).
+
+    Args:
+      arguments, results: the Locals of the step's flattened arguments and outputs.
+      donated: per argument.
+      same_place: per result the argument whose memory it may take over, or None.
+    """
+    builder = Builder(context)
+    for local in arguments:
+        builder.name(local, local.name, "argument")
+    items = drop_dead(items, results)
+    constants = {}
+    for local, tensor in context.constants.items():
+        constants[builder.name(local, local.name, "constant")] = tensor
+    plan = builder.plan(items, results, "step")
+    builder.emit(plan, builder.names, "", "")
+    result_names = _results(builder, results)
+    used = {name for instr in builder.instrs for name in instr.reads} | set(result_names)
+    constants = {name: tensor for name, tensor in constants.items() if name in used}
+    argument_names = [builder.names[local] for local in arguments]
+    buffers = {n: b for n, b in builder.buffers.items() if b.kind != "constant" or n in constants}
+    donated_names = frozenset(name for name, flag in zip(argument_names, donated, strict=True) if flag)
+    instrs = _inplace(builder.instrs, buffers, argument_names, result_names, donated_names, same_place)
+    for name in result_names:
+        if buffers[name].kind == "temp":
+            buffers[name] = Buffer(name, buffers[name].dtype, buffers[name].layout, "result")
+    program = Program((), (*argument_names, *constants), tuple(result_names), donated_names, tuple(instrs))
+    used_segments = {i.segment for i in instrs if isinstance(i, Run)}
+    segments = {n: s for n, s in builder.segments.items() if n in used_segments or n in context.map_bodies}
+    return Lowered(Schedule(context.mesh, buffers, segments, (program,)), constants)
+
+
+def _results(builder: Builder, results: Sequence[Local]) -> list[str]:
+    """The buffers of the outputs, each its own: a value returned twice, or a constant, is copied."""
+    names: list[str] = []
+    for i, local in enumerate(results):
+        name = builder.name(local, f"out.{i}")
+        if name in names or builder.buffers[name].kind == "constant":
+            fresh = f"out.{i}"
+            builder.buffers[fresh] = Buffer(fresh, local.dtype, local.layout)
+            builder.copy(name, local, fresh, "copy")
+            name = fresh
+        names.append(name)
+    return names
+
+
+def _inplace(
+    instrs: Sequence[Instr], buffers: dict[str, Buffer], arguments: Sequence[str], results: Sequence[str],
+    donated: frozenset[str], same_place: Sequence[int | None],
+) -> list[Instr]:  # fmt: skip
+    """Lets a result take over the memory of the donated argument that it replaces, where nothing reads that later."""
+    last_read: dict[str, int] = {}
+    maker: dict[str, int] = {}
+    for i, instr in enumerate(instrs):
+        for name in instr.reads:
+            last_read[name] = i
+        for name in instr.writes:
+            maker[name] = i
+    pairs: dict[int, list[tuple[int, int]]] = {}
+    for result, place in zip(results, same_place, strict=True):
+        if place is None or arguments[place] not in donated or result not in maker:
+            continue
+        argument, at = arguments[place], maker[result]
+        instr = instrs[at]
+        if not isinstance(instr, Run) or argument not in instr.ins or last_read[argument] != at or argument in results:
+            continue
+        if buffers[argument].dtype != buffers[result].dtype or not same(buffers[argument].layout, buffers[result].layout):
+            continue
+        pairs.setdefault(at, []).append((instr.outs.index(result), instr.ins.index(argument)))
+    return [
+        Run(instr.segment, instr.ins, instr.outs, instr.label, tuple(pairs[i]), instr.cause) if i in pairs else instr
+        for i, instr in enumerate(instrs)
+    ]  # fmt: skip

@@ -1,0 +1,210 @@
+"""The traced program: SSA graphs of ATen ops with global shapes, one for the step and one per distinct block."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fparallel.layout import Layout, typed
+
+CALL, CALL_BACKWARD = "fparallel.call.default", "fparallel.call_backward.default"
+MARK_GRADS, MAP = "fparallel.mark_grads.default", "fparallel.map.default"
+CONSTRAIN, SUM_SQUARES = "fparallel.constrain.default", "fparallel.sum_squares.default"
+
+_ids = itertools.count()
+
+
+class Value:
+    """One tensor of a graph, with its global shape."""
+
+    __slots__ = ("dtype", "id", "name", "node", "num_uses", "shape")
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, name: str = "", node: Node | None = None) -> None:
+        self.id = next(_ids)
+        self.shape = shape
+        self.dtype = dtype
+        self.name = name
+        self.node = node
+        self.num_uses = 0
+
+    @property
+    def numel(self) -> int:
+        result = 1
+        for size in self.shape:
+            result *= size
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name or f'%{self.id}'}: {typed(self.dtype, Layout.replicated(self.shape))}"
+
+    __repr__ = __str__
+
+
+class Node:
+    """One op. `args` and `kwargs` hold Values (possibly in lists) and constants; `outs` the results, None if unused."""
+
+    __slots__ = ("args", "kwargs", "op", "outs", "phase", "source", "target")
+
+    def __init__(
+        self, target: str, op: Any, args: tuple, kwargs: dict[str, Any], outs: list[Value], source: str, phase: str
+    ) -> None:
+        self.target = target
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs
+        self.outs = outs
+        self.source = source
+        self.phase = phase
+
+    @property
+    def inputs(self) -> list[Value]:
+        return list(values_of(self.args)) + list(values_of(self.kwargs))
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.outs))} = {self.target}({', '.join(map(_text, self.args))})  # {self.phase} {self.source}"
+
+    __repr__ = __str__
+
+
+def _text(arg: Any) -> str:
+    if isinstance(arg, Value):
+        return arg.name or f"%{arg.id}"
+    if isinstance(arg, (list, tuple)):
+        return "[" + ", ".join(map(_text, arg)) + "]"
+    return str(arg)
+
+
+def values_of(arg: Any) -> Iterator[Value]:
+    """All Values in a nest of lists, tuples and dicts."""
+    if isinstance(arg, Value):
+        yield arg
+    elif isinstance(arg, (list, tuple)):
+        for item in arg:
+            yield from values_of(item)
+    elif isinstance(arg, dict):
+        for item in arg.values():
+            yield from values_of(item)
+
+
+def map_values(f: Callable[[Value], Any], arg: Any) -> Any:
+    """The same nest with every Value v replaced by f(v)."""
+    if isinstance(arg, Value):
+        return f(arg)
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(map_values(f, item) for item in arg)
+    if isinstance(arg, dict):
+        return {key: map_values(f, item) for key, item in arg.items()}
+    return arg
+
+
+@dataclass
+class Graph:
+    """Straight-line SSA with global shapes. `constants` are closed-over tensors, in graph as Values."""
+
+    inputs: list[Value]
+    nodes: list[Node] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    constants: dict[Value, torch.Tensor] = field(default_factory=dict)
+
+    def drop_dead(self) -> None:
+        """Removes nodes whose results nothing reads, and counts the uses of every value."""
+        live = set(self.outputs)
+        kept = []
+        for node in reversed(self.nodes):
+            if any(out in live for out in node.outs):
+                live.update(node.inputs)
+                kept.append(node)
+        self.nodes = kept[::-1]
+        self.constants = {value: t for value, t in self.constants.items() if value in live}
+        self.count_uses()
+
+    def count_uses(self) -> None:
+        for value in itertools.chain(self.inputs, self.constants, *(node.outs for node in self.nodes)):
+            value.num_uses = 0
+        for node in self.nodes:
+            for value in node.inputs:
+                value.num_uses += 1
+        for value in self.outputs:
+            value.num_uses += 1
+
+    def __str__(self) -> str:
+        lines = [f"inputs {', '.join(map(str, self.inputs))}", *map(str, self.nodes)]
+        return "\n".join([*lines, f"outputs {', '.join(map(str, self.outputs))}"])
+
+
+@dataclass
+class BlockGraph:
+    """A block traced once: ONE joint graph, (inputs, tangents) -> (outputs, gradients).
+
+    Attributes:
+      graph: its inputs are the block's tensors, then one tangent per differentiable output; its outputs are the
+        block's outputs, then one gradient per differentiated input.
+      num_forward: how many of the graph's nodes belong to the forward pass (they come first).
+      grad_inputs, tangent_outputs: which inputs have gradients, which outputs have tangents.
+    """
+
+    name: str
+    graph: Graph
+    num_inputs: int
+    num_outputs: int
+    num_forward: int
+    grad_inputs: tuple[int, ...]
+    tangent_outputs: tuple[int, ...]
+
+    @property
+    def inputs(self) -> list[Value]:
+        return self.graph.inputs[: self.num_inputs]
+
+    @property
+    def tangents(self) -> list[Value]:
+        return self.graph.inputs[self.num_inputs :]
+
+    @property
+    def outputs(self) -> list[Value]:
+        return self.graph.outputs[: self.num_outputs]
+
+    @property
+    def grads(self) -> list[Value]:
+        return self.graph.outputs[self.num_outputs :]
+
+
+@dataclass
+class MapGraph:
+    """A per-leaf function over many leaves: `bodies[k]` is traced once per leaf signature.
+
+    Attributes:
+      bodies: graphs of (leaf of tree 0, leaf of tree 1, ..., shared...) -> results.
+      body_of: per leaf which body it uses.
+      num_trees, num_outs: how many trees go in and come out.
+    """
+
+    name: str
+    bodies: list[Graph]
+    body_of: list[int]
+    num_trees: int
+    num_outs: int
+
+
+@dataclass
+class Program:
+    """A traced step: its graph, blocks, per-leaf maps and sharding constraints, before any layout is chosen."""
+
+    graph: Graph
+    blocks: list[BlockGraph]
+    maps: list[MapGraph]
+    constraints: list[Any]
+    grad_paths: dict[Value, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [f"step\n{self.graph}"]
+        parts += [f"block {i} {block.name}\n{block.graph}" for i, block in enumerate(self.blocks)]
+        parts += [f"map {i} {m.name} body {k}\n{body}" for i, m in enumerate(self.maps) for k, body in enumerate(m.bodies)]
+        return "\n\n".join(parts)

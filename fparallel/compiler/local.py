@@ -1,0 +1,137 @@
+"""The local program: what one rank does, as ops and collectives over local values, before it becomes a schedule."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fparallel.layout import Layout, typed
+from fparallel.mesh import Axis
+
+_ids = itertools.count()
+
+
+class Local:
+    """A value of the local program: a tensor of which every rank has its part.
+
+    Attributes:
+      pinned: a parameter in its compute layout (or a view or cast of one): it is not moved when activations can be.
+      static: depends on parameters and constants alone, so a backward pass makes it again instead of keeping it.
+    """
+
+    __slots__ = ("dtype", "id", "layout", "name", "pinned", "static")
+
+    def __init__(self, dtype: torch.dtype, layout: Layout, name: str = "", *, pinned: bool = False, static: bool = False) -> None:
+        self.id = next(_ids)
+        self.dtype = dtype
+        self.layout = layout
+        self.name = name
+        self.pinned = pinned
+        self.static = static
+
+    def __repr__(self) -> str:
+        return f"{self.name or f'%{self.id}'}: {typed(self.dtype, self.layout)}"
+
+
+@dataclass(eq=False)
+class Op:
+    """A local op; `args` hold Locals, symbols and constants. `view`: the result may share the first operand's memory."""
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: list[Local | None]
+    source: str = ""
+    phase: str = "F"
+    view: bool = False
+    flops: int = 0
+
+    @property
+    def inputs(self) -> list[Local]:
+        return list(locals_of((self.args, self.kwargs)))
+
+
+@dataclass(eq=False)
+class Comm:
+    """A collective on one tensor."""
+
+    kind: str
+    axes: tuple[Axis, ...]
+    src: Local
+    dst: Local
+    reduce: str = ""
+    cause: str = ""
+    source: str = ""
+    phase: str = "F"
+
+    @property
+    def inputs(self) -> list[Local]:
+        return [self.src]
+
+    @property
+    def outs(self) -> list[Local]:
+        return [self.dst]
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a block's forward or backward. `saved` is shared by the two and carries the residuals."""
+
+    block: Any
+    backward: bool
+    ins: list[Local]
+    outs: list[Local]
+    saved: Saved
+    source: str = ""
+    phase: str = "F"
+
+    @property
+    def inputs(self) -> list[Local]:
+        return self.ins
+
+
+@dataclass(eq=False)
+class Saved:
+    """One instance of a block: its number among the calls of the block."""
+
+    index: int
+    names: dict[str, str] = field(default_factory=dict)
+
+
+Item = Op | Comm | Call
+
+
+def locals_of(arg: Any) -> Iterator[Local]:
+    if isinstance(arg, Local):
+        yield arg
+    elif isinstance(arg, (list, tuple)):
+        for item in arg:
+            yield from locals_of(item)
+    elif isinstance(arg, dict):
+        for item in arg.values():
+            yield from locals_of(item)
+
+
+def map_locals(f: Any, arg: Any) -> Any:
+    if isinstance(arg, Local):
+        return f(arg)
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(map_locals(f, item) for item in arg)
+    if isinstance(arg, dict):
+        return {key: map_locals(f, item) for key, item in arg.items()}
+    return arg
+
+
+def drop_dead(items: Iterable[Item], results: Iterable[Local]) -> list[Item]:
+    """The items on which the results depend, in order."""
+    live = set(results)
+    kept = []
+    for item in reversed(list(items)):
+        if any(out in live for out in item.outs if out is not None):
+            live.update(item.inputs)
+            kept.append(item)
+    return kept[::-1]

@@ -1,0 +1,99 @@
+"""What a block keeps from its forward for its backward.
+
+The joint local program of a block is split into a forward F and a backward B. B reads residuals, which F gives out.
+What depends on parameters and constants alone is made again in B, a view is taken again of what it views, and a
+gathered activation is gathered again from its shard, so that what is kept is always the shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fparallel.compiler.local import Comm, Item, Local, Op, drop_dead, map_locals
+from fparallel.compiler.partition import Template
+
+
+@dataclass
+class Split:
+    """A block's forward and backward.
+
+    Attributes:
+      forward, backward: their items.
+      residuals: what F gives out for B beside its outputs.
+      reads: the inputs of the block that F (B) reads.
+    """
+
+    forward: list[Item]
+    backward: list[Item]
+    residuals: list[Local]
+
+
+def split(template: Template) -> Split:
+    """Splits a block's joint program; see the module docstring for what is kept."""
+    forward = drop_dead(template.items, template.outputs)
+    in_forward = {id(item) for item in forward}
+    maker = {out: item for item in template.items for out in item.outs if out is not None}
+    outputs = set(template.outputs)
+    residuals: list[Local] = []
+    again: dict[Local, Local] = {}
+    backward: list[Item] = []
+
+    def fetch(value: Local) -> Local:
+        """The value as B sees it: a residual, an input, or made again."""
+        if value in again:
+            return again[value]
+        item = maker.get(value)
+        if item is None or id(item) not in in_forward:
+            again[value] = value
+            return value
+        remade = isinstance(item, Op) and (item.view or all(x.static for x in item.outs if x is not None))
+        if value in outputs and not remade:
+            again[value] = value
+            return value
+        regathered = isinstance(item, Comm) and item.kind == "all_gather"
+        if not remade and not regathered:
+            residuals.append(value)
+            again[value] = value
+            return value
+        copy = _copy(item, fetch)
+        backward.append(copy)
+        for old, new in zip(item.outs, copy.outs, strict=True):
+            if old is not None and new is not None:
+                again[old] = new
+        return again[value]
+
+    for item in template.items:
+        if id(item) in in_forward:
+            continue
+        _replace_inputs(item, fetch)
+        backward.append(item)
+    grads = []
+    for grad in template.grads:
+        grads.append(fetch(grad))
+    template.grads = grads
+    backward = drop_dead(backward, grads)
+    used = {value for item in backward for value in item.inputs} | set(grads)
+    return Split(forward, backward, [value for value in residuals if value in used])
+
+
+def _copy(item: Op | Comm, fetch: object) -> Op | Comm:
+    def fresh(out: Local | None) -> Local | None:
+        return None if out is None else Local(out.dtype, out.layout, out.name, pinned=out.pinned, static=out.static)
+
+    if isinstance(item, Comm):
+        dst = fresh(item.dst)
+        assert dst is not None
+        return Comm(item.kind, item.axes, fetch(item.src), dst, item.reduce, item.cause + ", again", item.source, "B")
+    return Op(
+        item.target, map_locals(fetch, item.args), map_locals(fetch, item.kwargs), [fresh(out) for out in item.outs],
+        item.source, "B", item.view, item.flops,
+    )  # fmt: skip
+
+
+def _replace_inputs(item: Item, fetch: object) -> None:
+    if isinstance(item, Comm):
+        item.src = fetch(item.src)
+    elif isinstance(item, Op):
+        item.args, item.kwargs = map_locals(fetch, item.args), map_locals(fetch, item.kwargs)
+    else:
+        item.ins = [fetch(value) for value in item.ins]

@@ -1,0 +1,493 @@
+"""Partitioning: walks the global graph and emits local ops and explicit collectives named by mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fparallel.compiler import propagate
+from fparallel.compiler.expand import expand_node
+from fparallel.compiler.graph import CALL, CALL_BACKWARD, CONSTRAIN, MAP, MARK_GRADS, SUM_SQUARES, BlockGraph, Graph, Node, Program, Value, map_values
+from fparallel.compiler.local import Call, Comm, Item, Local, Op, Saved, drop_dead
+from fparallel.compiler.maps import lower_map
+from fparallel.compiler.propagate import Choice, Operand
+from fparallel.compiler.reshard import cost, plan
+from fparallel.compiler.rules import Placed, Rule, find_rule
+from fparallel.errors import RuleError, ShardingError
+from fparallel.layout import Layout, same, typed
+from fparallel.mesh import Axis, Mesh
+from fparallel.schedule.segment import IsFirst, Narrowing
+
+
+@dataclass
+class Decision:
+    """One reshard that the compiler inserted, for `explain`."""
+
+    value: str
+    src: Layout
+    dst: Layout
+    dtype: torch.dtype
+    nbytes: float
+    cause: str
+    source: str
+    kinds: tuple[str, ...]
+
+
+@dataclass
+class Template:
+    """A block partitioned once for given input layouts: its joint local program."""
+
+    name: str
+    index: int
+    items: list[Item]
+    inputs: list[Local]
+    tangents: list[Local]
+    outputs: list[Local]
+    grads: list[Local]
+    grad_inputs: tuple[int, ...]
+    calls: int = 0
+
+
+@dataclass
+class Roles:
+    """What the program's inputs are, by Value: layouts for computing with a parameter, and for its gradient."""
+
+    compute: dict[Value, Layout] = field(default_factory=dict)
+    gradient: dict[Value, Layout] = field(default_factory=dict)
+    gradient_by_path: Callable[[str, tuple[int, ...]], Layout | None] = lambda path, shape: None
+
+
+class Context:
+    """What all partitioners of one lowering share."""
+
+    def __init__(self, mesh: Mesh, atoms: Mapping[str, tuple[Axis, ...]], program: Program, constrain: Callable[[Any, tuple[int, ...]], Layout]) -> None:
+        self.mesh = mesh
+        self.atoms = atoms
+        self.program = program
+        self.constrain = constrain
+        self.templates: dict[Any, Template] = {}
+        self.decisions: list[Decision] = []
+        self.map_bodies: dict[str, Any] = {}
+        self.constants: dict[Local, torch.Tensor] = {}
+
+    def constant(self, value: Value, tensor: torch.Tensor) -> Local:
+        """The Local of a closed-over tensor, one per tensor."""
+        for local, known in self.constants.items():
+            if known is tensor:
+                return local
+        local = Local(tensor.dtype, Layout.replicated(tensor.shape), f"const.{len(self.constants)}", static=True)
+        self.constants[local] = tensor
+        return local
+
+
+class Lazy:
+    """A value that depends on no data (a constant, a range, a keyed draw): made where and how it is needed."""
+
+    def __init__(self, node: Node, rule: Rule | None) -> None:
+        self.node = node
+        self.rule = rule
+
+
+class Partitioner:
+    """Turns one graph into local items. `env` maps each Value to the Locals that exist of it, or a Lazy."""
+
+    def __init__(self, context: Context, roles: Roles | None = None) -> None:
+        self.context = context
+        self.roles = roles or Roles()
+        self.items: list[Item] = []
+        self.env: dict[Value, list[Local] | Lazy] = {}
+        self.gathered: dict[tuple[Value, str], Local] = {}
+        self.after_grad: set[Value] = set()
+        self.hints: dict[Value, Layout] = {}
+        self.in_update = False
+        self.saved: dict[Value, tuple[Template, Saved, list[Value]]] = {}
+
+    # -------------------------------------------------------------- running a graph
+
+    def run(self, graph: Graph) -> None:
+        """Partitions all nodes of a graph whose inputs are already in `env`."""
+        for value, tensor in graph.constants.items():
+            self.env[value] = [self.context.constant(value, tensor)]
+        for node in graph.nodes:
+            self.node(node)
+
+    def node(self, node: Node) -> None:
+        self.in_update = any(value in self.after_grad for value in node.inputs)
+        if self.in_update or node.target == MARK_GRADS:
+            self.after_grad.update(node.outs)
+        special = _SPECIAL.get(node.target)
+        if special is not None:
+            special(self, node)
+            return
+        rule = find_rule(node)
+        if rule is None:
+            self._without_rule(node)
+            return
+        if self._is_lazy(node, rule):
+            for out in node.outs:
+                self.env[out] = Lazy(node, rule)
+            return
+        out_bytes = float(sum(out.nbytes for out in node.outs))
+        choice = propagate.choose(rule, self._operands(node), out_bytes, [self.hints.get(out) for out in node.outs])
+        if choice.expand is not None:
+            self._inline(node, expand_node(node, choice.expand))
+            return
+        self._emit(node, rule, choice)
+
+    def _is_lazy(self, node: Node, rule: Rule) -> bool:
+        if rule.factory and not any(out.shape == () for out in node.outs):
+            return node.target != "fparallel.random.default" or isinstance(self.env.get(node.args[0]), (list, Lazy))
+        if not node.inputs or all(out.shape == () for out in node.outs):
+            return False
+        return (rule.elementwise or rule.view) and len(node.outs) == 1 and all(
+            isinstance(self.env.get(value), Lazy) or value.shape == () for value in node.inputs
+        ) and any(isinstance(self.env.get(value), Lazy) for value in node.inputs)
+
+    def _operands(self, node: Node) -> list[Operand]:
+        result = []
+        for value in node.inputs:
+            entry = self.env[value]
+            layouts = () if isinstance(entry, Lazy) else tuple(v.layout for v in self._versions(value))
+            pinned = not isinstance(entry, Lazy) and entry[0].pinned and not self.in_update
+            result.append(Operand(layouts, value.numel, value.dtype.itemsize, pinned, value.num_uses <= 1))
+        return result
+
+    def _versions(self, value: Value) -> list[Local]:
+        """The forms in which a value can be read here: a parameter is read in its compute layout before the update."""
+        entry = self.env[value]
+        assert not isinstance(entry, Lazy)
+        compute = self.roles.compute.get(value)
+        if compute is None or self.in_update or same(compute, entry[0].layout):
+            return entry
+        return [self._virtual(value, compute)]
+
+    def _virtual(self, value: Value, compute: Layout) -> Local:
+        key = (value, "virtual")
+        if key not in self.gathered:
+            self.gathered[key] = Local(value.dtype, compute, f"{value.name}@full", pinned=True, static=True)
+        return self.gathered[key]
+
+    def _emit(self, node: Node, rule: Rule, choice: Choice) -> None:
+        values = node.inputs
+        locals_ = [
+            self.get(value, layout, cause=f"{_short(node)} wants it {layout}", source=node.source, phase=node.phase)
+            for value, layout in zip(values, choice.ins, strict=True)
+        ]
+        placed = Placed(node, choice.ins, choice.outs, choice.axes)
+        target, args, kwargs = rule.local(placed)
+        by_value = dict(zip(values, locals_, strict=True))
+        static = all(x.static for x in locals_)
+        pinned = bool(locals_) and locals_[0].pinned and (rule.view or node.target == "aten._to_copy.default")
+        outs = [
+            Local(out.dtype, layout, pinned=pinned, static=static) for out, layout in zip(node.outs, choice.outs, strict=True)
+        ]
+        flops = rule.flops
+        for axes in choice.axes:
+            for axis in axes:
+                flops = -(-flops // axis.size)
+        self.items.append(Op(
+            target, map_values(by_value.__getitem__, args), map_values(by_value.__getitem__, kwargs), list(outs),
+            node.source, node.phase, rule.view, flops,
+        ))  # fmt: skip
+        for value, out in zip(node.outs, outs, strict=True):
+            self.env[value] = [out]
+
+    def _without_rule(self, node: Node) -> None:
+        decomposed = expand_node(node, None)
+        if decomposed is not None:
+            self._inline(node, decomposed)
+            return
+        for value in node.inputs:
+            entry = self.env[value]
+            if isinstance(entry, Lazy):
+                continue
+            layout = self._versions(value)[0].layout
+            if layout.sharded_axes:
+                raise RuleError(
+                    f"the op {node.target} has no sharding rule, and its operand is {typed(value.dtype, layout)}",
+                    fix=f'teach the compiler: fp.register_rule("{node.target}", "...", ...), or ask for the gather: '
+                    "x = fp.with_sharding_constraint(x, fp.P()) before it",
+                    where=node.source,
+                )
+        whole = [Layout.replicated(v.shape) for v in node.inputs]
+        outs = [Layout.replicated(v.shape) for v in node.outs]
+        self._emit(node, Rule([], [], []), Choice(tuple(whole), tuple(outs), (), None, "no rule: runs replicated"))
+
+    def _inline(self, node: Node, graph: Graph) -> None:
+        for inner, outer in zip(graph.inputs, node.inputs, strict=True):
+            self.env[inner] = self.env[outer]
+            if outer in self.roles.compute:
+                self.roles.compute[inner] = self.roles.compute[outer]
+            if outer in self.after_grad:
+                self.after_grad.add(inner)
+            inner.num_uses += max(0, outer.num_uses - 1)
+        self.run(graph)
+        for inner, outer in zip(graph.outputs, node.outs, strict=True):
+            self.env[outer] = self.env[inner]
+
+    # -------------------------------------------------------------- getting values in a layout
+
+    def get(self, value: Value, layout: Layout, *, cause: str, source: str = "", phase: str = "F") -> Local:
+        """The Local of a value in a layout, emitting what it takes to make it."""
+        entry = self.env[value]
+        if isinstance(entry, Lazy):
+            return self._materialize(value, entry, layout, cause, source, phase)
+        compute = self.roles.compute.get(value)
+        if compute is not None and not self.in_update and not same(compute, entry[0].layout):
+            return self._parameter(value, entry, compute, layout, cause, source, phase)
+        for version in entry:
+            if same(version.layout, layout):
+                return version
+        best = min(entry, key=lambda v: (cost(v.layout, layout, v.dtype.itemsize), entry.index(v)))
+        result = self.reshard(best, layout, cause=cause, source=source, phase=phase)
+        entry.append(result)
+        return result
+
+    def _parameter(self, value: Value, entry: list[Local], compute: Layout, layout: Layout, cause: str, source: str, phase: str) -> Local:
+        """A parameter at rest in another layout than it is computed with: gathered once per phase, never kept between."""
+        key = (value, phase)
+        if key not in self.gathered:
+            full = self.reshard(entry[0], compute, cause="storage -> compute", source=source, phase=phase)
+            full.name, full.pinned, full.static = f"{value.name}@full", True, True
+            self.gathered[key] = full
+        full = self.gathered[key]
+        if same(full.layout, layout):
+            return full
+        return self.reshard(full, layout, cause=cause, source=source, phase=phase)
+
+    def reshard(self, src: Local, layout: Layout, *, cause: str, source: str = "", phase: str = "F") -> Local:
+        """Emits the cheapest steps from one layout to another."""
+        now = src
+        steps = plan(src.layout, layout)
+        if not steps:
+            return src
+        for step in steps:
+            nxt = Local(src.dtype, step.dst, pinned=now.pinned, static=now.static)
+            if step.kind == "slice":
+                self.items.append(Op("local.narrow", (now, Narrowing(step.src, step.dst)), {}, [nxt], source, phase, view=True))
+            elif step.kind == "mask":
+                self.items.append(Op("local.keep_on_first", (now, IsFirst(step.axes)), {}, [nxt], source, phase, view=True))
+            else:
+                self.items.append(Comm(step.kind, step.axes, now, nxt, step.reduce, cause, source, phase))
+            now = nxt
+        moved = cost(src.layout, layout, src.dtype.itemsize)
+        if moved:
+            kinds = tuple(step.kind for step in steps)
+            self.context.decisions.append(Decision(src.name, src.layout, layout, src.dtype, moved, cause, source, kinds))
+        return now
+
+    def _materialize(self, value: Value, lazy: Lazy, layout: Layout, cause: str, source: str, phase: str) -> Local:
+        """Makes a lazy value in the wanted layout, its operands likewise; whole and cut where its rule cannot."""
+        made = self.gathered.get((value, f"{layout}{phase}"))
+        if made is not None:
+            return made
+        node, rule = lazy.node, lazy.rule
+        wanted = Layout(layout.dims)
+        choice = propagate.choose_for_output(rule, wanted)
+        if choice is None:
+            choice = propagate.choose_for_output(rule, Layout.replicated(value.shape))
+            if choice is None:
+                raise AssertionError(f"no way to make {node}")
+        self._emit_lazy(node, rule, choice, phase)
+        entry = self.env[value]
+        self.env[value] = lazy
+        result = entry[0]
+        if not same(result.layout, layout):
+            result = self.reshard(result, layout, cause=cause, source=source, phase=phase)
+        self.gathered[(value, f"{layout}{phase}")] = result
+        return result
+
+    def _emit_lazy(self, node: Node, rule: Rule, choice: Choice, phase: str) -> None:
+        if rule.factory and node.target != "fparallel.random.default":
+            placed = Placed(node, choice.ins, choice.outs, choice.axes)
+            target, args, kwargs = rule.local(placed)
+            if node.inputs and target == node.target:
+                raise AssertionError(f"a factory that reads its operand: {node}")
+            out = Local(node.outs[0].dtype, choice.outs[0], static=True)
+            self.items.append(Op(target, args, kwargs, [out], node.source, phase))
+            self.env[node.outs[0]] = [out]
+            return
+        before = node.phase
+        node.phase = phase
+        try:
+            self._emit(node, rule, choice)
+        finally:
+            node.phase = before
+
+    # -------------------------------------------------------------- results
+
+    def result(self, value: Value, layout: Layout | None, name: str) -> Local:
+        """An output of the program in its wanted layout, or as it lies (with pending sums reduced)."""
+        self.in_update = True
+        entry = self.env[value]
+        if layout is None:
+            layout = Layout.replicated(value.shape) if isinstance(entry, Lazy) else Layout(entry[0].layout.dims)
+        return self.get(value, layout, cause=f"output {name}", phase="U")
+
+
+def _short(node: Node) -> str:
+    return node.target.removeprefix("aten.").removesuffix(".default")
+
+
+# ---------------------------------------------------------------- nodes that are not ops
+
+
+def _mark_grads(p: Partitioner, node: Node) -> None:
+    """Gradients leave autograd here: each pending sum is reduced once, into the layout that the rules give it."""
+    grads, leaves, paths = node.args
+    for grad, leaf, path, out in zip(grads, leaves, paths, node.outs, strict=True):
+        layout = p.roles.gradient.get(leaf) or p.roles.gradient_by_path(path, leaf.shape)
+        if layout is None:
+            entry = p.env[leaf]
+            layout = Layout.replicated(leaf.shape) if isinstance(entry, Lazy) else Layout(entry[0].layout.dims)
+        made = p.get(grad, layout, cause=f"gradient of {path}", source=node.source, phase="B")
+        p.env[out] = [made]
+
+
+def _constrain(p: Partitioner, node: Node) -> None:
+    value, index = node.args
+    layout = p.context.constrain(p.context.program.constraints[index], value.shape)
+    made = p.get(value, layout, cause="sharding constraint", source=node.source, phase=node.phase)
+    p.env[node.outs[0]] = [made]
+
+
+def _sum_squares(p: Partitioner, node: Node) -> None:
+    """Every rank sums what it holds and is counted for; one all-reduce over all axes that shard any leaf."""
+    leaves = node.args[0]
+    locals_ = []
+    for value in leaves:
+        entry = p.env[value]
+        layout = Layout.replicated(value.shape) if isinstance(entry, Lazy) else Layout(p._versions(value)[0].layout.dims)
+        locals_.append(p.get(value, layout, cause="sum of squares", source=node.source, phase=node.phase))
+    axes = sorted({a for x in locals_ for a in x.layout.sharded_axes}, key=lambda a: (a.name, a.pre))
+    counted = [IsFirst(tuple(a for a in axes if a not in x.layout.sharded_axes)) for x in locals_]
+    out = node.outs[0]
+    made = Local(out.dtype, Layout.of((), [(a, "sum") for a in axes]))
+    flops = sum(2 * x.layout.max_local_numel for x in locals_)
+    p.items.append(Op("local.sum_squares", (locals_, counted, out.dtype, p.context.mesh.device), {}, [made], node.source, node.phase, flops=flops))
+    p.env[out] = [made]
+
+
+def _call(p: Partitioner, node: Node) -> None:
+    values, index = node.args
+    block = p.context.program.blocks[index]
+    layouts, flags = [], []
+    for value in values:
+        entry = p.env[value]
+        if isinstance(entry, Lazy):
+            layouts.append(Layout.replicated(value.shape))
+            flags.append((False, True))
+        else:
+            local = p._versions(value)[0]
+            layouts.append(Layout(local.layout.dims))
+            flags.append((local.pinned, local.static))
+    template = block_template(p.context, index, block, layouts, flags)
+    ins = [p.get(v, x.layout, cause=f"into {block.name}", source=node.source, phase=node.phase) for v, x in zip(values, template.inputs, strict=True)]
+    saved = Saved(template.calls)
+    template.calls += 1
+    outs = [Local(x.dtype, x.layout) for x in template.outputs]
+    p.items.append(Call(template, False, ins, outs, saved, node.source, node.phase))
+    for out, local in zip(node.outs[:-1], outs, strict=True):
+        p.env[out] = [local]
+    p.saved[node.outs[-1]] = (template, saved, values)
+
+
+def _call_backward(p: Partitioner, node: Node) -> None:
+    values, token, tangents, _ = node.args
+    template, saved, _ = p.saved[token]
+    ins = [p.get(v, x.layout, cause=f"into {template.name} backward", source=node.source, phase="B") for v, x in zip(values, template.inputs, strict=True)]
+    ins += [p.get(v, x.layout, cause=f"cotangent of {template.name}", source=node.source, phase="B") for v, x in zip(tangents, template.tangents, strict=True)]
+    outs = [Local(x.dtype, x.layout) for x in template.grads]
+    p.items.append(Call(template, True, ins, outs, saved, node.source, node.phase))
+    for out, local in zip(node.outs, outs, strict=True):
+        p.env[out] = [local]
+
+
+_SPECIAL: dict[str, Callable[[Partitioner, Node], None]] = {
+    MARK_GRADS: _mark_grads, CONSTRAIN: _constrain, SUM_SQUARES: _sum_squares, CALL: _call, CALL_BACKWARD: _call_backward,
+    MAP: lower_map,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def block_template(
+    context: Context, index: int, block: BlockGraph, layouts: Sequence[Layout], flags: Sequence[tuple[bool, bool]]
+) -> Template:
+    """The joint local program of a block for given input layouts, made once."""
+    key = (index, tuple(layouts), tuple(flags))
+    if key in context.templates:
+        return context.templates[key]
+    p = Partitioner(context)
+    inputs = []
+    for value, layout, (pinned, static) in zip(block.inputs, layouts, flags, strict=True):
+        local = Local(value.dtype, layout, value.name, pinned=pinned, static=static)
+        inputs.append(local)
+        p.env[value] = [local]
+    graph = block.graph
+    p.hints.update(gradient_hints(
+        graph, {grad: layouts[i] for grad, i in zip(block.grads, block.grad_inputs, strict=True)}
+    ))  # fmt: skip
+    for value, tensor in graph.constants.items():
+        p.env[value] = [context.constant(value, tensor)]
+    for node in graph.nodes[: block.num_forward]:
+        p.node(node)
+    outputs = []
+    for value in block.outputs:
+        entry = p.env[value]
+        layout = Layout.replicated(value.shape) if isinstance(entry, Lazy) else Layout(entry[0].layout.dims)
+        outputs.append(p.get(value, layout, cause=f"output of {block.name}", phase="F"))
+    tangents = []
+    for value, i in zip(block.tangents, block.tangent_outputs, strict=True):
+        local = Local(value.dtype, outputs[i].layout, value.name)
+        tangents.append(local)
+        p.env[value] = [local]
+    for node in graph.nodes[block.num_forward :]:
+        p.node(node)
+    grads = []
+    for value, i in zip(block.grads, block.grad_inputs, strict=True):
+        entry = p.env[value]
+        if isinstance(entry, Lazy):
+            layout = layouts[i]
+        elif inputs[i].pinned:
+            layout = entry[0].layout
+        else:
+            layout = layouts[i]
+        grads.append(p.get(value, layout, cause=f"cotangent of an input of {block.name}", phase="B"))
+    items = drop_dead(p.items, outputs + grads)
+    template = Template(block.name, index, items, inputs, tangents, outputs, grads, block.grad_inputs)
+    context.templates[key] = template
+    return template
+
+
+def gradient_hints(graph: Graph, wanted: Mapping[Value, Layout]) -> dict[Value, Layout]:
+    """Cotangents prefer the layout of their primal; carried back through autograd's adds and transposes."""
+    hints = dict(wanted)
+    for node in reversed(graph.nodes):
+        for out in node.outs:
+            layout = hints.get(out)
+            if layout is None:
+                continue
+            if node.target == "aten.add.Tensor":
+                for value in node.inputs:
+                    if value.shape == out.shape:
+                        hints.setdefault(value, layout)
+            elif node.target in ("aten.t.default", "aten.permute.default", "aten.transpose.int", "aten.view.default",
+                                 "aten._unsafe_view.default", "aten.clone.default", "aten._to_copy.default"):  # fmt: skip
+                rule = find_rule(node)
+                choice = propagate.choose_for_output(rule, layout) if rule else None
+                if choice is not None:
+                    hints.setdefault(node.inputs[0], choice.ins[0])
+    return hints
+
+
+def check_mesh_axes(layouts: Iterable[tuple[str, Layout]], mesh: Mesh) -> None:
+    """Every axis of a layout is an axis of the mesh."""
+    for path, layout in layouts:
+        for axis in layout.sharded_axes:
+            if mesh.shape.get(axis.name) != axis.total:
+                raise ShardingError(f"{path} is sharded over {axis}, which the mesh {mesh} lacks", fix="use the step's mesh")

@@ -1,0 +1,385 @@
+"""Tracing: runs a pure function on fake tensors of global shape and records every ATen op.
+
+Plain PyTorch autograd runs inside, so custom `autograd.Function`s, `torch.func` transforms and views are all captured.
+In-place writes to temporaries are functionalized in a second pass. Blocks and per-leaf maps are traced once per
+signature and stay calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fparallel import random, tree
+from fparallel._compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    current_backward_sequence,
+    forward_sequence,
+    functorch_active,
+)
+from fparallel.compiler.blocks import BlockTracing
+from fparallel.compiler.graph import BlockGraph, Graph, MapGraph, Node, Program, Value, map_values
+from fparallel.errors import FparallelError, TraceError
+from fparallel.transforms import current_recorder, recording
+
+_SKIP = (
+    os.path.dirname(torch.__file__) + os.sep,
+    sysconfig.get_paths()["stdlib"] + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+)
+_SITE = os.path.dirname(os.path.dirname(torch.__file__))
+_SKIP += tuple(os.path.join(_SITE, name) + os.sep for name in ("einops", "optree", "jaxtyping", "beartype"))
+_OWN_MODELS = os.path.join(_SKIP[2], "models") + os.sep
+_CONSTANT_LIMIT = 64 * 2**20
+
+
+def is_user_file(name: str) -> bool:
+    """Whether a source file is the user's: neither torch's, Python's nor fparallel's (its models count as a user's)."""
+    if name.startswith(_OWN_MODELS):
+        return True
+    return not name.startswith("<") and ("site-packages" in name or not name.startswith(_SKIP[1])) and not any(
+        name.startswith(folder) for folder in _SKIP if folder != _SKIP[1]
+    )
+
+
+def user_line() -> str:
+    """`file.py:12` of the innermost frame that is neither torch's, Python's nor fparallel's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class Tracer(TorchDispatchMode):
+    """Records the ATen ops that run under it as a Graph."""
+
+    def __init__(self, recorder: StepRecorder, lift: Callable[[Tensor], Value | None] | None = None) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.graph = Graph([])
+        self.lift = lift
+        self.mutates = False
+        self.known: dict[int, tuple[Value, Tensor]] = {}
+        self.input_fakes: list[Tensor] = []
+        self.lines: dict[int, str] = {}
+
+    def add_input(self, fake: Tensor, name: str) -> Value:
+        value = Value(tuple(fake.shape), fake.dtype, name)
+        self.graph.inputs.append(value)
+        self.known[id(fake)] = (value, fake)
+        self.input_fakes.append(fake)
+        return value
+
+    def value(self, tensor: Tensor) -> Value:
+        """The Value of a tensor met while tracing: known, lifted from the caller's trace, or a constant."""
+        found = self.known.get(id(tensor))
+        if found is not None:
+            return found[0]
+        if isinstance(tensor, FakeTensor):
+            value = self.lift(tensor) if self.lift else None
+            if value is None:
+                raise TraceError(
+                    f"a tensor of shape {tuple(tensor.shape)} leaked into this trace from another one",
+                    fix="keep no tensors between calls of a jitted function: pass them as arguments and return them",
+                    where=user_line(),
+                )
+        else:
+            self.recorder.check_constant(tensor)
+            value = Value(tuple(tensor.shape), tensor.dtype, f"const{len(self.graph.constants)}")
+            self.graph.constants[value] = tensor.detach()
+        self.known[id(tensor)] = (value, tensor)
+        return value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.recorder.tracer is not self:
+            return func(*args, **kwargs)
+        namespace = func.namespace
+        if namespace == "prim" or func is torch.ops.aten.is_pinned.default:
+            return func(*args, **kwargs)
+        if func._schema.name == "aten::_local_scalar_dense":
+            _refuse_value_read()
+        if namespace not in ("fparallel",) and torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        ):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            result = func(*args, **kwargs)
+            self.known[id(result)] = (self.value(args[0]), result)
+            return result
+        source = self._source()
+        if random.is_stateful_random(func) and _draws(func, args, kwargs):
+            raise TraceError(
+                f"{func} draws from torch's global random state, which is not a function of the step's arguments",
+                fix="draw with fp.random.normal(key, ...), or run it inside `with fp.random.use(key):`",
+                where=source,
+            )
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise TraceError(
+                f"{func} has a result whose value or shape depends on data",
+                fix="keep shapes and branches independent of data: use torch.where, masks, or fixed sizes",
+                where=source,
+            ) from error
+        self._record(func, args, kwargs, out, source)
+        return out
+
+    def _source(self) -> str:
+        if self.recorder.replay_source:
+            return self.recorder.replay_source
+        sequence = current_backward_sequence()
+        if sequence is not None:
+            return self.lines.get(sequence, "")
+        line = user_line()
+        self.lines[forward_sequence() - 1] = line
+        return line
+
+    def _record(self, func: Any, args: tuple, kwargs: dict, out: Any, source: str) -> None:
+        if func in _ALIASES and isinstance(args[0], Tensor):
+            value = self.value(args[0])
+            self.known[id(out)] = (value, out)
+            return
+        to_value = self.value
+        recorded_args = tuple(_map_tensors(to_value, a) for a in args)
+        recorded_kwargs = {k: _map_tensors(to_value, v) for k, v in kwargs.items()}
+        if func._schema.is_mutable:
+            self.mutates = True
+        node = Node(str(func), func, recorded_args, recorded_kwargs, [], source, self.recorder.phase)
+        for result in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(result, Tensor):
+                value = Value(tuple(result.shape), result.dtype, node=node)
+                if id(result) not in self.known or not func._schema.is_mutable:
+                    self.known[id(result)] = (value, result)
+            else:
+                value = Value((), torch.float32, node=node)
+            node.outs.append(value)
+        self.graph.nodes.append(node)
+
+    def capture(self, fn: Callable, fakes: Sequence[Tensor], names: Sequence[str]) -> Graph:
+        """Runs fn(*fakes), which returns a flat list of tensors, and gives the functional graph of it."""
+        for fake, name in zip(fakes, names, strict=True):
+            self.add_input(fake, name)
+        outer, self.recorder.tracer = self.recorder.tracer, self
+        try:
+            with torch.autograd.set_multithreading_enabled(False), self:
+                outs = fn(*fakes)
+                self.graph.outputs = [self.value(out) for out in outs]
+        finally:
+            self.recorder.tracer = outer
+        if self.mutates:
+            self._check_inputs_unmutated()
+            return self._functionalize(self.input_fakes, [value.name for value in self.graph.inputs])
+        return self.graph
+
+    def _check_inputs_unmutated(self) -> None:
+        root: dict[Value, Value] = {value: value for value in [*self.graph.inputs, *self.graph.constants]}
+        for node in self.graph.nodes:
+            schema = node.op._schema
+            for arg, spec in zip(node.args, schema.arguments, strict=False):
+                if not isinstance(arg, Value) or spec.alias_info is None or arg not in root:
+                    continue
+                if spec.alias_info.is_write:
+                    what = "closes over" if root[arg] in self.graph.constants else "receives"
+                    raise TraceError(
+                        f"{node.target} writes in place into {root[arg].name}, a tensor that the function {what}",
+                        fix="a step is pure: compute a new tensor and return it (donate_argnums reuses the memory)",
+                        where=node.source,
+                    )
+                for out in node.outs:
+                    root[out] = root[arg]
+
+    def _functionalize(self, fakes: Sequence[Tensor], names: Sequence[str]) -> Graph:
+        graph = self.graph
+        again = Tracer(self.recorder, self.lift)
+
+        def replay(*xs: Tensor) -> list[Tensor]:
+            env: dict[Value, Any] = dict(zip(graph.inputs, xs, strict=True))
+            env.update(graph.constants)
+            for node in graph.nodes:
+                self.recorder.phase = node.phase
+                self.recorder.replay_source = node.source or " "
+                out = node.op(*map_values(env.__getitem__, node.args), **map_values(env.__getitem__, node.kwargs))
+                for value, result in zip(node.outs, out if isinstance(out, (list, tuple)) else (out,), strict=True):
+                    env[value] = result
+            return [env[value] for value in graph.outputs]
+
+        phase = self.recorder.phase
+        try:
+            with torch.no_grad():
+                result = again.capture(torch.func.functionalize(replay), list(fakes), names)
+        finally:
+            self.recorder.phase, self.recorder.replay_source = phase, ""
+        if again.mutates:
+            bad = next(node for node in result.nodes if node.op._schema.is_mutable)
+            raise TraceError(f"{bad.target} writes in place in a way that cannot be made functional",
+                             fix="compute a new tensor instead", where=bad.source)  # fmt: skip
+        return result
+
+
+def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether a random op really draws: attention kernels are marked random, but only their dropout is."""
+    for i, spec in enumerate(func._schema.arguments):
+        if spec.name == "dropout_p":
+            value = args[i] if i < len(args) else kwargs.get("dropout_p", spec.default_value)
+            return bool(value)
+    return True
+
+
+def _refuse_value_read() -> None:
+    raise TraceError(
+        "the step reads the value of a traced tensor (.item(), float(), bool(), or an `if` on it)",
+        fix="keep the value a tensor: use torch.where instead of `if`, and return it instead of reading it",
+        where=user_line(),
+    )
+
+
+def _map_tensors(f: Callable[[Tensor], Any], arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return f(arg)
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(_map_tensors(f, item) for item in arg)
+    return arg
+
+
+_ALIASES = {
+    torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default,
+}  # fmt: skip
+
+
+class StepRecorder(BlockTracing):
+    """The recorder of one trace: the current tracer, blocks, maps and constraints."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.tracer: Tracer | None = None
+        self.phase = "F"
+        self.blocks: list[BlockGraph] = []
+        self.maps: list[MapGraph] = []
+        self.constraints: list[Any] = []
+        self.constant_bytes = 0
+        self.replay_source = ""
+
+    def new_tracer(self, lift: Callable[[Tensor], Value | None] | None = None) -> Tracer:
+        return Tracer(self, lift)
+
+    def fake(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        with self.fake_mode:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def check_constant(self, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            name = self.name_of(tensor)
+            raise TraceError(
+                f"the step closes over {name}, a {tuple(tensor.shape)} tensor that requires grad",
+                fix="pass it as an argument (its gradient would be lost), or close over tensor.detach()",
+                where=user_line(),
+            )
+        self.constant_bytes += tensor.numel() * tensor.dtype.itemsize
+        if self.constant_bytes > _CONSTANT_LIMIT:
+            raise TraceError(
+                f"the step closes over {self.constant_bytes / 2**20:.0f} MiB of tensors, which every rank would hold",
+                fix="pass large tensors as arguments, so that rules can shard them",
+                where=user_line(),
+            )
+
+    @staticmethod
+    def name_of(tensor: Tensor) -> str:
+        """The variable of a user's frame that holds a tensor."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if is_user_file(frame.f_code.co_filename):
+                for scope in (frame.f_locals, frame.f_globals):
+                    for name, held in list(scope.items()):
+                        if held is tensor:
+                            return f"the variable {name!r}"
+            frame = frame.f_back
+        return "a variable"
+
+    @contextlib.contextmanager
+    def backward_phase(self) -> Iterator[None]:
+        outer, self.phase = self.phase, "B"
+        try:
+            yield
+        finally:
+            self.phase = outer
+
+    def mark_grads(self, grads: list[Tensor], leaves: list[Tensor], paths: list[str]) -> list[Tensor]:
+        return list(torch.ops.fparallel.mark_grads(grads, leaves, paths))
+
+    def constrain(self, x: Tensor, spec: Any) -> Tensor:
+        self.constraints.append(spec)
+        return torch.ops.fparallel.constrain(x, len(self.constraints) - 1)
+
+
+def trace(fn: Callable, avals: Sequence[tuple[tuple[int, ...], torch.dtype]], names: Sequence[str], device: str) -> tuple[Program, Any]:
+    """Traces `fn`, a function of flat tensors that returns (flat tensors, anything); gives (Program, that anything).
+
+    Raises:
+      TraceError: the function is not pure, reads values, branches on data, ...
+    """
+    recorder = StepRecorder(device)
+    extra: list[Any] = []
+
+    def run(*fakes: Tensor) -> list[Tensor]:
+        outs, aux = fn(*fakes)
+        extra.append(aux)
+        return outs
+
+    fakes = [recorder.fake(shape, dtype) for shape, dtype in avals]
+    with recording(recorder), recorder.fake_mode, torch.random.fork_rng(devices=[]):
+        try:
+            graph = recorder.new_tracer().capture(run, fakes, names)
+        except FparallelError:
+            raise
+        except Exception as error:
+            raise explain(error) from error
+    graph.drop_dead()
+    return Program(graph, recorder.blocks, recorder.maps, recorder.constraints), extra[0]
+
+
+def explain(error: Exception) -> Exception:
+    """A TraceError for what fake tensors cannot do; other exceptions are the user's own and pass unchanged."""
+    text = str(error)
+    if "guard" in type(error).__name__.lower() or "data-dependent" in text.lower() or isinstance(
+        error, (DataDependentOutputException, DynamicOutputShapeException)
+    ):
+        line = error_line(error)
+        return TraceError(
+            "the step reads the value of a traced tensor (.item(), float(), bool(), or an `if` on it)",
+            fix="keep the value a tensor: use torch.where instead of `if`, and return it instead of reading it",
+            where=line,
+        )
+    return error
+
+
+def error_line(error: BaseException) -> str:
+    """The innermost user line of a traceback."""
+    line, trace_ = "", error.__traceback__
+    while trace_ is not None:
+        name = trace_.tb_frame.f_code.co_filename
+        if is_user_file(name):
+            line = f"{os.path.basename(name)}:{trace_.tb_lineno}"
+        trace_ = trace_.tb_next
+    return line
+
+
+__all__ = ["StepRecorder", "Tracer", "current_recorder", "error_line", "functorch_active", "trace", "tree", "user_line"]
