@@ -83,7 +83,7 @@ class Report:
 
     def say(self, text: str) -> None:
         """A line for people, on the first rank."""
-        self.console.print(Text(text))
+        self.console.print(Text(text), soft_wrap=True)
 
     def write(self, name: str, text: str) -> None:
         """A file in the out folder, on the first rank."""
