@@ -277,7 +277,7 @@ class _LoopText:
         return name
 
     def release(self, at: int) -> None:
-        """Gives back the scratch blocks of the values read last at `at`; the result of that op may take one."""
+        """Gives back the scratch blocks of the values read last at `at`; that op may write into one."""
         for value, use in self.last.items():
             if use == at and self.where.get(value, "").startswith("s"):
                 self.free.setdefault(self.dtypes[value][0], []).append(self.where[value])

@@ -2,9 +2,8 @@
 
 Every collective is one pattern. Rank j wants its part under the output's layout, rank i holds its part under
 the input's; both are products of intervals over the factors of the dims, so what i sends to j is the product
-of the
-intersections: one `Cut` of i's tensor, one `Cut` of j's. A reducing collective adds what arrives, in
-  ascending rank.
+of the intersections: one `Cut` of i's tensor, one `Cut` of j's. A reducing collective adds what arrives, in
+ascending rank.
 
     all_gather     i's whole shard         -> an interval of j's tensor
     reduce_scatter j's interval at i       -> j's whole shard, summed over i

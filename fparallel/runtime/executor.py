@@ -18,7 +18,8 @@ from fparallel.runtime.exchange import axis_peer, exchange_of
 from fparallel.runtime.handshake import fingerprint, parts_of
 from fparallel.runtime.segments import bind, failing_op
 from fparallel.runtime.transport.base import Pending, Slots, Step, Task, Transport
-from fparallel.schedule.ir import Collective, Free, Instr, Program, Recv, Run, Schedule, Send, Wait
+from fparallel.schedule.ir import Collective, Free, Program, Recv, Run, Schedule, Send, Wait, wait_names
+from fparallel.schedule.text import instr_text
 
 
 class Executor:
@@ -29,15 +30,14 @@ class Executor:
       transport: moves tensors between ranks; `transport.ranks` are the ranks of this process.
       constants: the global value of every buffer of kind "constant", by name.
       compile: "eager" or "inductor": how segments run.
-      trace: record the live bytes of the named buffers after every instruction in `self.live_bytes`.
+      trace: record after every instruction, per rank, the bytes of the live named buffers (`live_bytes`, which
+        `schedule/memory.py` predicts) and of the storages behind them (`storage_bytes`).
       check: find mistakes in a schedule at some cost: freed buffers are overwritten before they are dropped,
-        and
-        reading one that is not there is an error that names it.
+        and reading one that is not there is an error that names it.
 
     Raises:
       ExecutionError: the ranks of the job are about to run different programs, a constant is missing, or a
-        segment
-        calls an operator that does not exist.
+        segment calls an operator that does not exist.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Executor:
         self.schedule, self.transport = schedule, transport
         self.ranks = tuple(transport.ranks)
         self.live_bytes: dict[int, list[int]] = {}
+        self.storage_bytes: dict[int, list[int]] = {}
         if len(self.ranks) < schedule.mesh.size:
             parts = parts_of(schedule, constants or {})
             transport.handshake(fingerprint(parts), parts)
@@ -71,10 +72,9 @@ class Executor:
 
         Args:
           arguments: per rank of this process (`self.ranks`) the local tensors of its program's arguments, in
-            their
-            order, without constants. The entries of donated arguments are taken: they are set to None, so
-            that their memory can be reused as soon as the program frees them; in-place writes go into those
-            tensors.
+            their order, without constants. The entries of donated arguments are taken: they are set to None,
+            so that their memory can be reused as soon as the program frees them; in-place writes go into
+            those tensors.
 
         Returns:
           Per rank of this process the local tensors of the results, in their order.
@@ -94,6 +94,7 @@ class Executor:
         for bound, task in zip(self._bound, tasks, strict=True):
             results.append(bound.results(task.slots))
             self.live_bytes[bound.rank] = bound.live_bytes
+            self.storage_bytes[bound.rank] = bound.storage_bytes
         return results
 
 
@@ -117,6 +118,7 @@ class _BoundProgram:
         self.compile, self.trace, self.check = compile, trace, check
         self.device = torch.device(schedule.mesh.device)
         self.live_bytes: list[int] = []
+        self.storage_bytes: list[int] = []
         self.slot: dict[str, int] = {}
         self.pending: dict[int, Pending] = {}
         self.template: Slots = []
@@ -156,7 +158,7 @@ class _BoundProgram:
         for i in self.donated:
             given[i] = None
         self.pending.clear()
-        self.live_bytes = []
+        self.live_bytes, self.storage_bytes = [], []
         return Task(self.rank, self.steps, self.report, slots)
 
     def results(self, slots: Slots) -> list[Tensor]:
@@ -170,6 +172,12 @@ class _BoundProgram:
             return where + "at the end of its program"
         instr = self.program.instrs[number]
         lines = [f"{where}{number:04d}  {instr_text(instr)}"]
+        if isinstance(instr, Wait):
+            waited = [self.program.instrs[n] for n in self.joins[number]]
+            lines += [f"    for {instr_text(other)}" for other in waited]
+            lines += [
+                f"    at {other.source}" for other in waited if isinstance(other, Collective) and other.source
+            ]
         peers = self._peers(number)
         if peers:
             lines.append(f"    peers: {', '.join(map(str, peers))}")
@@ -228,12 +236,13 @@ class _BoundProgram:
             elif isinstance(instr, Free):
                 step = self._free(instr)
             else:
-                for name in instr.writes or instr.reads:
+                for name in wait_names(instr):
                     in_flight.setdefault(name, []).append(number)
                 step = self._issue(number, instr)
             steps.append(self._checked_step(step, number) if self.check else step)
-        steps.append(self._wait_all())
-        return [self._traced(step) for step in steps] if self.trace else steps
+        if self.trace:
+            steps = [self._traced(step) for step in steps]
+        return [*steps, self._wait_all()]
 
     def _run(self, instr: Run) -> Step:
         segments = self.schedule.segments
@@ -266,15 +275,10 @@ class _BoundProgram:
             issue = transport.collective(rank, exchange_of(instr, self.schedule, rank))
         else:
             peer = axis_peer(self.schedule.mesh, instr.axis, instr.peer, rank)
-            names = instr.reads or instr.writes
-            signature = "; ".join(
-                f"{b.dtype} {b.layout.local_shape(self.coords)}"
-                for b in map(self.schedule.buffers.get, names)
-                if b
-            )
-            issue = (transport.send if isinstance(instr, Send) else transport.recv)(
-                rank, peer, instr.axis, signature
-            )
+            buffers = [self.schedule.buffers[name] for name in wait_names(instr)]
+            signature = "; ".join(f"{b.dtype} {b.layout.local_shape(self.coords)}" for b in buffers)
+            one_way = transport.send if isinstance(instr, Send) else transport.recv
+            issue = one_way(rank, peer, instr.axis, signature)
         new = []
         for name in instr.writes:
             buffer = self.schedule.buffers[name]
@@ -345,22 +349,13 @@ class _BoundProgram:
     def _traced(self, step: Step) -> Step:
         def traced(slots: Slots) -> Sequence[Pending] | None:
             waiting = step(slots)
-            self.live_bytes.append(sum(x.nbytes for x in slots if x is not None))
+            live = [x for x in slots if x is not None]
+            storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in live}
+            self.live_bytes.append(sum(x.nbytes for x in live))
+            self.storage_bytes.append(sum(storages.values()))
             return waiting
 
         return traced
-
-
-def instr_text(instr: Instr) -> str:
-    """An instruction in one line."""
-    if isinstance(instr, Run):
-        return f"run {instr.label or instr.segment}  ({', '.join(instr.ins)}) -> {', '.join(instr.outs)}"
-    if isinstance(instr, Collective):
-        axes = "*".join(map(str, instr.axes))
-        return f"{instr.kind}[{axes}]  {', '.join(instr.ins)} -> {', '.join(instr.outs)}"
-    if isinstance(instr, (Send, Recv)):
-        return f"{instr.op}[{instr.axis} {instr.peer}]  {', '.join(instr.reads + instr.writes)}"
-    return f"{instr.op}  {', '.join(instr.bufs)}"
 
 
 def poison(tensor: Tensor) -> None:

@@ -49,8 +49,7 @@ def bind(
       segments: the schedule's segments, for the `map.NAME` ops.
       coords: the rank's coordinates, which resolve the symbols among the arguments.
       inplace: (position in outputs, position in inputs): the output is written into that input's storage, and
-        the
-        function returns that input.
+        the function returns that input.
       compile: "eager", or "inductor" to compile the function with torch.compile at its first call.
 
     Returns:

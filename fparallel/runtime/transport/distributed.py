@@ -18,11 +18,9 @@ from fparallel.runtime.transport.gloo import GlooCommunicator
 from fparallel.runtime.transport.job import DEADLINE, join_job
 from fparallel.runtime.transport.messages import Pool
 from fparallel.runtime.watchdog import Watchdog
-from fparallel.schedule.ir import Collective, Recv, Schedule, Send
+from fparallel.schedule.ir import Collective, Recv, Schedule, Send, communicator
 
 __all__ = ["DistributedTransport", "join_job", "tune_allocator"]
-
-_P2P, _GROUP = "p2p", "group"
 
 
 class DistributedTransport:
@@ -44,70 +42,80 @@ class DistributedTransport:
         self.rank = dist.get_rank()
         self.ranks = (self.rank,)
         self.task: Task | None = None
+        self.one_way: dict[Axis, tuple[Any, ...]] = {}
         self.watchdog = Watchdog(deadline, self._report)
         if mesh.device == "cpu":
             tune_allocator()
 
     def prepare(self, schedule: Schedule) -> None:
         """Makes the communicators of all programs; collective, in the same order on every rank."""
-        wanted: set[tuple[str, str]] = set()
-        for program in schedule.programs:
-            for instr in program.instrs:
-                if isinstance(instr, Collective):
-                    wanted.add((_GROUP, "*".join(map(str, instr.axes))))
-                elif isinstance(instr, (Send, Recv)):
-                    wanted.add((_P2P, str(instr.axis)))
+        groups = {
+            communicator(i.axes) for p in schedule.programs for i in p.instrs if isinstance(i, Collective)
+        }
         with self.watchdog:
-            for use, axes in sorted(wanted):
-                self._communicator(use, self.mesh.axes(axes))
+            for axes in sorted(groups, key=str):
+                self._group(axes)
+            for axis, pairs in sorted(_talking(schedule).items(), key=str):
+                self._one_way(axis, pairs)
 
-    def _communicator(self, use: str, axes: tuple[Axis, ...]) -> Any:
-        """The communicator of this rank over `axes`; the first call makes those of all ranks."""
-        known = _communicators()
-        key = (
-            use,
-            self.mesh.sizes,
-            self.mesh.names,
-            self.mesh.device,
-            "*".join(map(str, axes)),
-            self.deadline,
-        )
+    def _key(self, use: str, axes: str) -> tuple[Any, ...]:
+        return (use, axes, self.mesh.sizes, self.mesh.names, self.mesh.device, self.deadline)
+
+    def _group(self, axes: tuple[Axis, ...]) -> Any:
+        """This rank's communicator for collectives over `axes`; the first call makes those of all ranks."""
+        known, key = _communicators(), self._key("group", "*".join(map(str, axes)))
         if key not in known:
-            groups = sorted({tuple(sorted(self.mesh.group(axes, at))) for at in self.mesh.rank_coords})
-            for members in groups:
-                made = self._make(use, members)
+            for members in sorted({tuple(sorted(self.mesh.group(axes, at))) for at in self.mesh.rank_coords}):
+                group = self._process_group(members)
                 if self.rank in members:
-                    known[key] = made
+                    known[key] = self._over(group, members)
         return known[key]
 
-    def _make(self, use: str, members: tuple[int, ...]) -> Any:
-        timeout = timedelta(seconds=self.deadline)
-        if self.mesh.device == "cpu":
-            group = dist.new_group(list(members), timeout=timeout, backend="gloo")
-            return GlooCommunicator(group, members, _POOL, self.deadline) if self.rank in members else None
-        from fparallel.runtime.transport.nccl import NcclCommunicator, NcclPairs
+    def _over(self, group: Any, members: tuple[int, ...]) -> Any:
+        if self.mesh.device == "cpu" or group is None:
+            return GlooCommunicator(group, members, Pool(self.mesh.device), self.deadline)
+        from fparallel.runtime.transport.nccl import NcclCommunicator
 
-        if use == _GROUP:
-            group = dist.new_group(list(members), timeout=timeout, backend="nccl")
-            return NcclCommunicator(group, members) if self.rank in members else None
-        pairs = {
-            (a, b): dist.new_group([a, b], timeout=timeout, backend="nccl")
-            for a in members
-            for b in members
-            if a != b
-        }
-        return NcclPairs(pairs, members, self.rank) if self.rank in members else None
+        return NcclCommunicator(group, members)
+
+    def _one_way(self, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
+        """This rank's communicator for sends and receives along an axis, between pairs of coordinates."""
+        known, key = _communicators(), self._key("one way", f"{axis} {pairs}")
+        self.one_way[axis] = key
+        if key in known:
+            return known[key]
+        made: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        for ranks in sorted({self.mesh.group((axis,), at) for at in self.mesh.rank_coords}):
+            if self.mesh.device == "cpu":
+                group = self._process_group(tuple(sorted(ranks)))
+                if self.rank in ranks:
+                    known[key] = GlooCommunicator(group, tuple(sorted(ranks)), Pool(), self.deadline)
+            else:
+                for low, high in pairs:
+                    pair = (min(ranks[low], ranks[high]), max(ranks[low], ranks[high]))
+                    made[pair] = self._process_group(pair)
+        if self.mesh.device != "cpu":
+            from fparallel.runtime.transport.nccl import NcclPairs
+
+            known[key] = NcclPairs(
+                {p: g for p, g in made.items() if g is not None and self.rank in p}, self.rank
+            )
+        return known.get(key)
+
+    def _process_group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if len(members) == 1:
+            return None  # nothing travels
+        backend = "gloo" if self.mesh.device == "cpu" else "nccl"
+        return dist.new_group(list(members), timeout=timedelta(seconds=self.deadline), backend=backend)
 
     def collective(self, rank: int, exchange: Exchange) -> Issue:
-        return self._communicator(_GROUP, exchange.axes).collective(exchange)
+        return self._group(communicator(exchange.axes)).collective(exchange)
 
     def send(self, rank: int, peer: int, axis: Axis, signature: str) -> Issue:
-        communicator = self._communicator(_P2P, (axis,))
-        return communicator.send(communicator.members.index(peer))
+        return _communicators()[self.one_way[axis]].send(peer)
 
     def recv(self, rank: int, peer: int, axis: Axis, signature: str) -> Issue:
-        communicator = self._communicator(_P2P, (axis,))
-        return communicator.recv(communicator.members.index(peer))
+        return _communicators()[self.one_way[axis]].recv(peer)
 
     def execute(self, tasks: Sequence[Task]) -> None:
         """Runs this rank's task to its end; see `Transport.execute`."""
@@ -168,7 +176,7 @@ class DistributedTransport:
                 dist.all_gather_object(given, (fingerprint, parts), group=self._control())
         except RuntimeError as error:
             raise ExecutionError(
-                f"rank {self.rank}: not all of the {num_ranks} ranks came to compare their schedules: {error}",
+                f"rank {self.rank}: not all of the {num_ranks} ranks came to compare schedules: {error}",
                 fix="look for the rank that failed first, or that runs other code before this step",
             ) from error
         difference = compare(given)
@@ -187,7 +195,6 @@ class DistributedTransport:
         return known[key]
 
 
-_POOL = Pool()
 _COMMUNICATORS: dict[Any, Any] = {}
 _WORLD: list[Any] = [None]
 
@@ -198,6 +205,18 @@ def _communicators() -> dict[Any, Any]:
         _COMMUNICATORS.clear()
         _WORLD[0] = dist.group.WORLD
     return _COMMUNICATORS
+
+
+def _talking(schedule: Schedule) -> dict[Axis, list[tuple[int, int]]]:
+    """Per axis the pairs of coordinates, lower first, between which something is sent."""
+    found: dict[Axis, set[tuple[int, int]]] = {}
+    for program in schedule.programs:
+        for instr in program.instrs:
+            if isinstance(instr, (Send, Recv)):
+                here = {instr.axis.digit(schedule.mesh.coords(rank)) for rank in schedule.ranks(program)}
+                pairs = {(min(c, instr.peer), max(c, instr.peer)) for c in here if c != instr.peer}
+                found.setdefault(instr.axis, set()).update(pairs)
+    return {axis: sorted(pairs) for axis, pairs in found.items()}
 
 
 def compare(given: Sequence[tuple[str, dict[str, str]]]) -> str:
@@ -218,8 +237,7 @@ def compare(given: Sequence[tuple[str, dict[str, str]]]) -> str:
 
 @functools.cache
 def tune_allocator() -> bool:
-    """Makes glibc keep freed memory mapped, so that the next step does not fault it in again; once per
-    process.
+    """Makes glibc keep freed memory mapped, so that the next step need not fault it in again.
 
     A training step allocates and frees the same sizes again and again; by default glibc returns large blocks
     to the system each time, and the kernel zeroes them anew. Measured: benchmarks/allocator.py.

@@ -35,12 +35,15 @@ class GlooCommunicator:
     """One group of ranks: its steps are matched in the order of their issue.
 
     Args:
-      group: a gloo process group over `members`.
+      group: a gloo process group over `members`; None for one member, which needs none.
       members: its ranks, ascending.
     """
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], pool: Pool, deadline: float) -> None:
-        self.group, self.members, self.pool = group, tuple(members), pool
+    def __init__(
+        self, group: dist.ProcessGroup | None, members: Sequence[int], pool: Pool, deadline: float
+    ) -> None:
+        self.group: Any = group
+        self.members, self.pool = tuple(members), pool
         self.timeout = timedelta(seconds=deadline)
         self.step = 0
         self.one_way: dict[tuple[int, bool], int] = {}
@@ -68,7 +71,8 @@ class GlooCommunicator:
         return issue_once
 
     def send(self, peer: int) -> Issue:
-        """The function that sends the inputs, one message each, to the member at position `peer`."""
+        """The function that sends the inputs, one message each, to rank `peer`."""
+        peer = self.members.index(peer)
 
         def issue(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Pending:
             tag = self._one_way_tag(peer, sends=True)
@@ -78,7 +82,8 @@ class GlooCommunicator:
         return issue
 
     def recv(self, peer: int) -> Issue:
-        """The function that receives the outputs from the member at position `peer`."""
+        """The function that receives the outputs from rank `peer`."""
+        peer = self.members.index(peer)
 
         def issue(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Pending:
             tag = self._one_way_tag(peer, sends=False)

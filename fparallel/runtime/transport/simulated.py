@@ -1,7 +1,7 @@
 """All ranks in one process, on real tensors, deterministic.
 
 Every rank advances until it must wait; then the next one goes on. A communicator (the group of a collective,
-the ordered pair of a send and its recv) is a queue per rank: when all members have a step at the head of
+the pair of a send and its recv) is a queue per rank: when all members have a step at the head of
 their queues, the steps are compared and executed together.
 
 Two modes bracket what real transports do. "rendezvous": issuing a step blocks until all members have issued
@@ -80,17 +80,18 @@ class SimulatedTransport:
         return issue
 
     def send(self, rank: int, peer: int, axis: Axis, signature: str) -> Issue:
-        return self._one_way(rank, peer, rank, signature)
+        return self._one_way(rank, peer, f"send {signature}")
 
     def recv(self, rank: int, peer: int, axis: Axis, signature: str) -> Issue:
-        return self._one_way(peer, rank, rank, signature)
+        return self._one_way(rank, peer, f"recv {signature}")
 
-    def _one_way(self, source: int, target: int, me: int, signature: str) -> Issue:
-        queues = self._queues(("pair", source, target), (source, target))
+    def _one_way(self, rank: int, peer: int, signature: str) -> Issue:
+        pair = (min(rank, peer), max(rank, peer))
+        queues = self._queues(("pair", pair), pair)
 
         def issue(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Post:
-            post = _Post(me, signature, tuple(inputs), tuple(outputs), None)
-            queues[me].append(post)
+            post = _Post(rank, signature, tuple(inputs), tuple(outputs), None)
+            queues[rank].append(post)
             _match(queues)
             return post
 
@@ -131,7 +132,7 @@ class SimulatedTransport:
         mode = "rendezvous" if self.rendezvous else "buffered"
         return ExecutionError(
             f"deadlock: no rank can go on ({mode} mode)\n" + "\n".join(lines),
-            fix="order the steps so that all members of a group reach each one; schedule.verify() finds cycles",
+            fix="order the steps so that all members of a group reach each; schedule.verify() finds cycles",
         )
 
     def handshake(self, fingerprint: str, parts: dict[str, str]) -> None:
@@ -153,8 +154,13 @@ def _match(queues: dict[int, collections.deque[_Post]]) -> None:
     """Executes the step at the head of the queues if all members have issued one."""
     if not all(queues.values()):
         return
-    posts = [queue.popleft() for queue in queues.values()]
-    if len({post.signature for post in posts}) > 1:
+    posts = [queue[0] for queue in queues.values()]
+    kinds = {post.signature[:4] for post in posts}
+    if posts[0].exchange is None and len(kinds) == 1:
+        return  # both send, or both receive: the pair's queue is stuck
+    for queue in queues.values():
+        queue.popleft()
+    if len({post.signature.removeprefix("send").removeprefix("recv") for post in posts}) > 1:
         shown = "\n".join(f"  rank {post.rank}: {post.signature}" for post in posts)
         raise ExecutionError(
             f"the members of a group do not agree on their next step\n{shown}",
@@ -162,7 +168,7 @@ def _match(queues: dict[int, collections.deque[_Post]]) -> None:
         )
     exchanges = [post.exchange for post in posts if post.exchange is not None]
     if not exchanges:
-        source, target = posts
+        source, target = sorted(posts, key=lambda post: not post.inputs)
         for x, out in zip(source.inputs, target.outputs, strict=True):
             out.copy_(x)
     for post, exchange in zip(posts, exchanges, strict=False):
