@@ -30,8 +30,8 @@ class Executor:
       transport: moves tensors between ranks; `transport.ranks` are the ranks of this process.
       constants: the global value of every buffer of kind "constant", by name.
       compile: "eager" or "inductor": how segments run.
-      trace: record after every instruction, per rank, the bytes of the live named buffers (`live_bytes`, which
-        `schedule/memory.py` predicts) and of the storages behind them (`storage_bytes`).
+      trace: record after every instruction, per rank, the bytes of the live named buffers (`live_bytes`:
+        `schedule/memory.py` predicts it) and of the storages behind them (`storage_bytes`).
       check: find mistakes in a schedule at some cost: freed buffers are overwritten before they are dropped,
         and reading one that is not there is an error that names it.
 

@@ -14,7 +14,16 @@ from fparallel.mesh import Axis, Mesh, make_mesh
 from fparallel.schedule import COLLECTIVES, Buffer, Collective, Free, Program, Schedule, Wait
 from fparallel.schedule.geometry import apply, permute_sources
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 12)
 
 
@@ -36,9 +45,11 @@ class Case:
     seed: int
 
     def shards(self) -> list[list[Tensor]]:
-        """Per tensor the shard of every rank: unrelated random values, which is harder than shards of one tensor."""
+        """Per tensor the shard of every rank: unrelated random values, not parts of one tensor."""
         generator = torch.Generator().manual_seed(self.seed)
-        return [[random_tensor(at.local_shape(c), self.dtype, generator) for c in self.coords] for at in self.ins]
+        return [
+            [random_tensor(at.local_shape(c), self.dtype, generator) for c in self.coords] for at in self.ins
+        ]
 
     @property
     def coords(self) -> tuple[dict[str, int], ...]:

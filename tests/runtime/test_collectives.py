@@ -19,11 +19,17 @@ def run(case: Case, mode: str) -> None:
     for tensor, expected in enumerate(case.expected()):
         for rank, want in enumerate(expected):
             got = results[rank][tensor]
-            assert got.dtype == want.dtype and torch.equal(got, want), f"tensor {tensor} of rank {rank} in {case}"
+            assert got.dtype == want.dtype and torch.equal(got, want), (
+                f"tensor {tensor} of rank {rank} in {case}"
+            )
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
-@given(sizes=st.sampled_from(MESHES), seed=st.integers(0, 10**6), mode=st.sampled_from(["buffered", "rendezvous"]))
+@given(
+    sizes=st.sampled_from(MESHES),
+    seed=st.integers(0, 10**6),
+    mode=st.sampled_from(["buffered", "rendezvous"]),
+)
 def test_collective_equals_the_reference(kind, sizes, seed, mode):
     mesh = mesh_of(sizes)
     if kind == "permute" and len(sizes) == 1 and sizes != (4,):
@@ -35,9 +41,14 @@ def test_collective_equals_the_reference(kind, sizes, seed, mode):
 def test_a_sum_does_not_depend_on_its_bucket():
     """One tensor reduced alone and in a bucket of three: equal in every bit."""
     case = random_case(mesh_of((4,)), 3, kind="all_reduce")
-    alone = [Case(case.mesh, case.kind, case.axes, case.reduce, case.dtype, (a,), (b,), 0) for a, b in zip(case.ins, case.outs, strict=True)]
+    alone = [
+        Case(case.mesh, case.kind, case.axes, case.reduce, case.dtype, (a,), (b,), 0)
+        for a, b in zip(case.ins, case.outs, strict=True)
+    ]
     shards = case.shards()
-    bucket = Executor(case.schedule(), SimulatedTransport(4)).run([list(r) for r in zip(*shards, strict=True)])
+    bucket = Executor(case.schedule(), SimulatedTransport(4)).run(
+        [list(r) for r in zip(*shards, strict=True)]
+    )
     for i, one in enumerate(alone):
         got = Executor(one.schedule(), SimulatedTransport(4)).run([[s] for s in shards[i]])
         for rank in range(4):
