@@ -17,7 +17,7 @@ from fparallel.compiler.propagate import Choice, Operand
 from fparallel.compiler.reshard import cost, plan
 from fparallel.compiler.rules import Placed, Rule, find_rule
 from fparallel.errors import RuleError, ShardingError
-from fparallel.layout import Layout, same, typed
+from fparallel.layout import Layout, atoms_of, same, typed
 from fparallel.mesh import Axis, Mesh
 from fparallel.schedule.segment import IsFirst, Narrowing
 
@@ -281,10 +281,11 @@ class Partitioner:
 
     def _materialize(self, value: Value, lazy: Lazy, layout: Layout, cause: str, source: str, phase: str) -> Local:
         """Makes a lazy value in the wanted layout, its operands likewise; whole and cut where its rule cannot."""
+        node, rule = lazy.node, lazy.rule
+        value = node.outs[0]
         made = self.gathered.get((value, f"{layout}{phase}"))
         if made is not None:
             return made
-        node, rule = lazy.node, lazy.rule
         wanted = Layout(layout.dims)
         choice = propagate.choose_for_output(rule, wanted)
         if choice is None:
@@ -362,8 +363,10 @@ def _sum_squares(p: Partitioner, node: Node) -> None:
         entry = p.env[value]
         layout = Layout.replicated(value.shape) if isinstance(entry, Lazy) else Layout(p._versions(value)[0].layout.dims)
         locals_.append(p.get(value, layout, cause="sum of squares", source=node.source, phase=node.phase))
-    axes = sorted({a for x in locals_ for a in x.layout.sharded_axes}, key=lambda a: (a.name, a.pre))
-    counted = [IsFirst(tuple(a for a in axes if a not in x.layout.sharded_axes)) for x in locals_]
+    atoms = p.context.atoms
+    held = [{atom for axis in x.layout.sharded_axes for atom in atoms_of(axis, atoms)} for x in locals_]
+    axes = sorted(set().union(*held), key=lambda a: (a.name, a.pre))
+    counted = [IsFirst(tuple(a for a in axes if a not in mine)) for mine in held]
     out = node.outs[0]
     made = Local(out.dtype, Layout.of((), [(a, "sum") for a in axes]))
     flops = sum(2 * x.layout.max_local_numel for x in locals_)

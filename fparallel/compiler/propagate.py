@@ -144,12 +144,14 @@ def choose(rule: Rule, operands: Sequence[Operand], out_bytes: float, hints: Seq
     out_parts = {p for dims in rule.outs for f in dims for p in parts.parts(f)}
     axes = sorted(
         {axis for versions in places for place in versions for axis in place} | {axis for wish in wishes for axis in wish},
-        key=lambda axis: (axis.name, axis.pre),
+        key=lambda axis: (axis.name, axis.pre, -axis.size),
     )
     assigned: dict[int, list[Axis]] = {}
     passing: dict[Axis, frozenset[int]] = {}
     causes = []
     for axis in axes:
+        if any(_overlap(axis, other) for used in assigned.values() for other in used):
+            continue
         pick, group = _choose_axis(rule, operands, places, wishes, parts, in_parts, out_parts, axis, out_bytes)
         if isinstance(pick, int):
             assigned.setdefault(pick, []).append(axis)
@@ -158,6 +160,11 @@ def choose(rule: Rule, operands: Sequence[Operand], out_bytes: float, hints: Seq
         causes.append(f"{axis}: {'unreduced' if pick == 'U' else 'replicated' if pick is None else 'sharded'}")
     _sort_axes(assigned, operands, rule, parts)
     return _layouts(rule, operands, parts, assigned, passing, "; ".join(causes))
+
+
+def _overlap(a: Axis, b: Axis) -> bool:
+    """Whether two (sub-)axes share a digit of the same mesh axis."""
+    return a.name == b.name and a.pre < b.pre * b.size and b.pre < a.pre * a.size
 
 
 def _choose_axis(

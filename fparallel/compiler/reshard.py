@@ -5,9 +5,10 @@
     f32[8@dp,4]{unreduced: tp:sum}  ->  f32[8,4]          all_reduce[tp], all_gather[dp]
     f32[8@dp*tp,4]                  ->  f32[8@tp*dp,4]    permute[dp*tp]
 
-Both layouts are written over a common refinement of factors, so that a state is a list of axes per factor and the set
-of unreduced axes. A step that shrinks the tensor comes before one that grows it; local steps are free. Where axes
-stand in another order, the detour over a permutation of whole shards is compared with gathering.
+Both layouts are written over a common refinement of factors, so that a state is a list of axes per factor and
+the set of unreduced axes. A step that shrinks the tensor comes before one that grows it; local steps are
+free. Where axes stand in another order, the detour over a permutation of whole shards is compared with
+gathering.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from fparallel.errors import LayoutError
-from fparallel.layout import Factor, Layout, align, atoms_of, chunk_sizes, compact, refine_axes, same
+from fparallel.layout import Factor, Layout, align, atoms_of, compact, refine_axes, same, same_dim
 from fparallel.mesh import Axis, axes_text, merge_axes
 from fparallel.schedule.geometry import axis_atoms, find_axes
 
@@ -57,7 +58,8 @@ class Step:
             return Fraction(0)
         n = math.prod(axis.size for axis in self.axes)
         whole = self.dst if self.kind == "all_gather" else self.src
-        size = math.prod((Fraction(f.size, f.num_shards) for dim in whole.dims for f in dim), start=Fraction(1))
+        factors = [f for dim in whole.dims for f in dim]
+        size = Fraction(math.prod(f.size for f in factors), math.prod(f.num_shards for f in factors))
         return size * (n - 1) / n * (2 if self.kind == "all_reduce" else 1)
 
     def __str__(self) -> str:
@@ -66,7 +68,7 @@ class Step:
 
 @functools.lru_cache(maxsize=65536)
 def plan(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    """The steps that turn a tensor of layout `src` into one of layout `dst`; () if every rank has its part already.
+    """The steps that turn a tensor of layout `src` into one of layout `dst`; () if every rank has its part.
 
     The first step starts at `src`, each starts where the one before ends, the last ends at `dst`.
 
@@ -74,7 +76,8 @@ def plan(src: Layout, dst: Layout) -> tuple[Step, ...]:
       LayoutError: the two layouts are of different shapes.
     """
     if src.shape != dst.shape:
-        raise LayoutError(f"cannot reshard {src} to {dst}: their shapes differ", fix="reshape before resharding")
+        message = f"cannot reshard {src} to {dst}: their shapes differ"
+        raise LayoutError(message, fix="reshape before resharding")
     if same(src, dst):
         return ()
     best = _greedy(src, dst)
@@ -85,7 +88,7 @@ def plan(src: Layout, dst: Layout) -> tuple[Step, ...]:
 
 @functools.lru_cache(maxsize=65536)
 def cost(src: Layout, dst: Layout, itemsize: int = 1) -> float:
-    """Payload of the plan in bytes: what one rank sends (the average over its group), without padding; 0 if local."""
+    """Payload of the plan in bytes: what one rank sends (on average) without padding; 0 if all is local."""
     return float(sum((step.payload for step in plan(src, dst)), Fraction(0)) * itemsize)
 
 
@@ -101,8 +104,8 @@ def _price(steps: Sequence[Step]) -> tuple[Fraction, int, int]:
 class _Slot:
     """A factor of the common refinement: the axes it has now and the axes it should get.
 
-    A dim whose two layouts have no common refinement is `hard`: its slots are the factors that it has now, and want
-    nothing, so they are gathered until there is one.
+    A dim whose two layouts have no common refinement is `hard`: its slots are the factors that it has now,
+    and want nothing, so they are gathered until there is one.
     """
 
     dim: int
@@ -110,6 +113,12 @@ class _Slot:
     have: tuple[Axis, ...]
     want: tuple[Axis, ...]
     hard: bool
+
+    @property
+    def factor(self) -> Factor:
+        """What it is now; sub-axes are joined where the pieces are even (and any factoring allows it)."""
+        shards = math.prod(axis.size for axis in self.have)
+        return Factor(self.size, self.have if self.size % shards else compact(self.size, self.have))
 
     @property
     def agreed(self) -> int:
@@ -134,32 +143,35 @@ class _State:
     @staticmethod
     def of(now: Layout, dst: Layout) -> _State:
         atoms = axis_atoms(now.sharded_axes, now.unreduced_axes, dst.sharded_axes, dst.unreduced_axes)
-        slots = []
-        for dim, (a, b) in enumerate(zip(now.dims, dst.dims, strict=True)):
+        slots: list[_Slot] = []
+        old, new = now.split_axes(atoms).dims, dst.split_axes(atoms).dims
+        for dim, (a, b) in enumerate(zip(old, new, strict=True)):
             pair = align(a, b)
             hard = pair is None
             have, want = pair if pair is not None else (a, tuple(Factor(f.size) for f in a))
             for x, y in zip(have, want, strict=True):
-                old, new = refine_axes(x.size, x.axes, atoms), refine_axes(y.size, y.axes, atoms)
-                if not hard and old != new and _same_pieces(x.size, old, new):
-                    old = new
-                slots.append(_Slot(dim, x.size, old, new, hard))
+                alike = not hard and x.axes != y.axes and _same_pieces(x.size, x.axes, y.axes)
+                slots.append(_Slot(dim, x.size, y.axes if alike else x.axes, y.axes, hard))
+        atoms = axis_atoms(*(axes for slot in slots for axes in (slot.have, slot.want)), *atoms.values())
+        for slot in slots:
+            slot.have, slot.want = _cut(slot.size, slot.have, atoms), _cut(slot.size, slot.want, atoms)
         return _State(slots, len(now.dims), _split(now.unreduced, atoms), _split(dst.unreduced, atoms))
 
     def layout(self) -> Layout:
         dims: list[list[Factor]] = [[] for _ in range(self.num_dims)]
         for slot in self.slots:
-            dims[slot.dim].append(Factor(slot.size, compact(slot.size, slot.have)))
+            dims[slot.dim].append(slot.factor)
         return _layout(dims, self.unreduced)
 
     @property
     def done(self) -> bool:
-        return all(not s.hard and s.have == s.want for s in self.slots) and set(self.unreduced) == set(self.wanted)
+        there = all(not slot.hard and slot.have == slot.want for slot in self.slots)
+        return there and set(self.unreduced) == set(self.wanted)
 
     def is_free(self, axis: Axis) -> bool:
         """Whether the tensor is replicated along `axis`."""
         taken = itertools.chain(*(slot.have for slot in self.slots), (a for a, _ in self.unreduced))
-        return not any(_overlap(axis, other) for other in taken)
+        return not any(not axis.independent(other) for other in taken)
 
 
 def _layout(dims: Sequence[Sequence[Factor]], unreduced: Unreduced) -> Layout:
@@ -170,38 +182,20 @@ def _layout(dims: Sequence[Sequence[Factor]], unreduced: Unreduced) -> Layout:
     return Layout.of(dims, pending)
 
 
+def _cut(size: int, axes: tuple[Axis, ...], atoms: dict[str, tuple[Axis, ...]]) -> tuple[Axis, ...]:
+    """The axes as digits, where the pieces are even: there any factoring allows it."""
+    return axes if size % math.prod(axis.size for axis in axes) else refine_axes(size, axes, atoms)
+
+
 def _split(unreduced: Unreduced, atoms: dict[str, tuple[Axis, ...]]) -> Unreduced:
     return tuple((part, reduction) for axis, reduction in unreduced for part in atoms_of(axis, atoms))
 
 
 def _same_pieces(size: int, a: tuple[Axis, ...], b: tuple[Axis, ...]) -> bool:
-    """Whether two lists of the same axes cut range(size) alike although their order differs (1@dp*tp and 1@tp*dp)."""
+    """Whether two orders of the same axes cut range(size) alike, as 1@dp*tp and 1@tp*dp do."""
     if set(a) != set(b) or size % math.prod(axis.size for axis in a) == 0:
         return False
-    order = [b.index(axis) for axis in a]
-    sizes_b = dict(zip(itertools.product(*(range(axis.size) for axis in b)), _pieces(size, b), strict=True))
-    for digits, piece in zip(itertools.product(*(range(axis.size) for axis in a)), _pieces(size, a), strict=True):
-        moved = [0] * len(b)
-        for digit, at in zip(digits, order, strict=True):
-            moved[at] = digit
-        if sizes_b[tuple(moved)] != piece:
-            return False
-    return True
-
-
-def _pieces(size: int, axes: tuple[Axis, ...]) -> Iterator[tuple[int, int]]:
-    start = 0
-    for length in chunk_sizes(size, axes):
-        yield (start, length) if length else (0, 0)
-        start += length
-
-
-def _overlap(a: Axis, b: Axis) -> bool:
-    """Whether two (sub-)axes share a digit, or are cut so that they are not independent."""
-    if a.name != b.name:
-        return False
-    low, high = sorted((a, b), key=lambda axis: axis.pre)
-    return high.pre % (low.pre * low.size) != 0
+    return same_dim((Factor(size, a),), (Factor(size, b),))
 
 
 # ---------------------------------------------------------------- greedy plan
@@ -213,8 +207,8 @@ def _greedy(src: Layout, dst: Layout) -> tuple[Step, ...]:
     now, state = src, _State.of(src, dst)
     while not state.done:
         kind, axes, reduce = (
-            _slice(state) or _reduce_scatter(state) or _all_to_all(state) or _all_reduce(state) or _all_gather(state)
-            or _mask(state)
+            _slice(state) or _reduce_scatter(state) or _all_to_all(state) or _all_reduce(state)
+            or _all_gather(state) or _mask(state)
         )  # fmt: skip
         after = state.layout()
         steps.append(Step(kind, merge_axes(axes), now, after, reduce))
@@ -292,13 +286,11 @@ def _all_gather(state: _State) -> Move | None:
         return None
 
     def rank(slot: _Slot) -> tuple[bool, int]:
-        popped = slot.have[slot.agreed :]
-        freed = {other.next for other in state.slots} & set(popped)
-        follows = slot.agreed < len(slot.want) and (
-            slot.want[slot.agreed] in popped or state.is_free(slot.want[slot.agreed])
-            or slot.want[slot.agreed] in {other.have[-1] for other in state.slots if other.have and other is not slot}
-        )  # fmt: skip
-        return not (freed or follows), math.prod(axis.size for axis in popped)
+        popped, then = slot.have[slot.agreed :], slot.want[slot.agreed : slot.agreed + 1]
+        last = {other.have[-1] for other in state.slots if other.have and other is not slot}
+        unlocks = any(axis in popped or axis in last or state.is_free(axis) for axis in then)
+        unlocks = unlocks or any(other.next in popped for other in state.slots)
+        return not unlocks, math.prod(axis.size for axis in popped)
 
     slot = min(slots, key=rank)
     axes: tuple[Axis, ...] = ()
@@ -352,7 +344,7 @@ def _holds(layout: Layout, axes: tuple[Axis, ...]) -> bool:
 
 
 def _over_permutes(src: Layout, dst: Layout) -> Iterator[tuple[Step, ...]]:
-    """Plans that exchange whole shards: at once, or after cutting to the parts of dst and before gathering the rest."""
+    """Plans that exchange whole shards: at once, or after shrinking to parts of dst and before gathering."""
     state = _State.of(src, dst)
     if any(slot.hard for slot in state.slots):
         return
@@ -368,13 +360,13 @@ def _over_permutes(src: Layout, dst: Layout) -> Iterator[tuple[Step, ...]]:
     for ends in (direct, detour) if direct != detour else (direct,):
         if not _permutes(state.slots, ends):
             continue
-        used = held if ends is direct else held | wanted
-        pending = tuple(u for u in state.unreduced if u[0] not in used)
+        pending = tuple(u for u in state.unreduced if u[0] not in held | wanted)
         low = _with_lists(state, [a for a, _ in ends], pending)
         high = _with_lists(state, [b for _, b in ends], pending)
-        moved = sorted({axis for a, b in ends if a != b for axis in a + b}, key=lambda axis: (axis.name, axis.pre))
+        moved = {axis for a, b in ends if a != b for axis in a + b}
         low, high = src if same(src, low) else low, dst if same(dst, high) else high
-        step = Step("permute", merge_axes(moved), low, high)
+        axes = merge_axes(sorted(moved, key=lambda axis: (axis.name, axis.pre)))
+        step = Step("permute", axes, low, high)
         yield (*_path(src, low), step, *_path(high, dst))
 
 
@@ -385,7 +377,7 @@ def _path(src: Layout, dst: Layout) -> tuple[Step, ...]:
 def _permutes(slots: list[_Slot], ends: list[tuple[tuple[Axis, ...], tuple[Axis, ...]]]) -> bool:
     """Whether every factor is cut into as many equal parts on both sides, and some factor by other axes."""
     used = {axis for a, b in ends for axis in a + b}
-    if any(_overlap(a, b) for a, b in itertools.combinations(used, 2)):
+    if any(not a.independent(b) for a, b in itertools.combinations(used, 2)):
         return False
     for slot, (a, b) in zip(slots, ends, strict=True):
         shards = math.prod(axis.size for axis in a)

@@ -64,7 +64,7 @@ def embedding_backward(
     flat = index.reshape(-1)
     local = flat - start
     held = (local >= 0) & (local < count) & (flat != padding_idx)
-    rows = grad.reshape(flat.shape[0], -1)
+    rows = grad.reshape(flat.shape[0], grad.shape[-1])
     result = grad.new_zeros((count, rows.shape[1]))
     if count == 0:
         return result

@@ -1,0 +1,103 @@
+"""From a traced program and the plans of its leaves to a verified schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fparallel.compiler.build import build
+from fparallel.compiler.graph import MARK_GRADS, Program, Value
+from fparallel.compiler.local import Local
+from fparallel.compiler.maps import fuse_maps
+from fparallel.compiler.partition import Context, Decision, Partitioner, Roles, gradient_hints
+from fparallel.layout import Layout, mesh_atoms, same
+from fparallel.mesh import Mesh
+from fparallel.schedule.ir import Schedule
+from fparallel.sharding import LeafPlan
+
+
+@dataclass
+class LoweredProgram:
+    """A schedule (before its passes), its constants, where each output lies, and what the compiler decided."""
+
+    schedule: Schedule
+    constants: dict[str, torch.Tensor]
+    out_layouts: list[Layout]
+    decisions: list[Decision]
+
+
+def lower_program(
+    program: Program, mesh: Mesh, inputs: Sequence[LeafPlan], wanted: Sequence[Layout | None], names: Sequence[str],
+    donated: Sequence[bool], same_place: Sequence[int | None], constrain: Callable[[Any, tuple[int, ...]], Layout],
+) -> LoweredProgram:  # fmt: skip
+    """Lowers a program whose inputs lie as planned.
+
+    Args:
+      inputs: the plan of each flattened argument.
+      wanted: per flattened output its layout, or None to leave it as it comes out (pending sums reduced).
+      names: the paths of the outputs, for messages.
+      donated, same_place: see `build`.
+      constrain: the layout of a sharding constraint for a shape.
+    """
+    fuse_maps(program)
+    graph = program.graph
+    constraint_layouts = [
+        constrain(program.constraints[node.args[1]], node.args[0].shape)
+        for g in [graph, *(block.graph for block in program.blocks)] for node in g.nodes
+        if node.target == "fparallel.constrain.default"
+    ]  # fmt: skip
+    fixed = [layout for plan in inputs for layout in (plan.storage, plan.compute, plan.gradient)]
+    atoms = mesh_atoms(mesh, [*fixed, *(w for w in wanted if w is not None), *constraint_layouts])
+
+    def atomic(layout: Layout) -> Layout:
+        split = layout.split_axes(atoms)
+        return Layout.of(split.dims, split.unreduced)
+
+    context = Context(mesh, atoms, program, lambda spec, shape: atomic(constrain(spec, shape)))
+    roles = Roles()
+    partitioner = Partitioner(context, roles)
+    arguments = []
+    params: dict[str, LeafPlan] = {}
+    for value, plan in zip(graph.inputs, inputs, strict=True):
+        value.name = plan.path
+        storage, compute = atomic(plan.storage), atomic(plan.compute)
+        is_param = plan.role == "params"
+        local = Local(plan.dtype, storage, plan.path, pinned=is_param, static=is_param)
+        arguments.append(local)
+        partitioner.env[value] = [local]
+        if is_param:
+            params[plan.path] = plan
+            roles.gradient[value] = atomic(plan.gradient)
+            if not same(storage, compute):
+                roles.compute[value] = compute
+
+    def by_path(path: str, shape: tuple[int, ...]) -> Layout | None:
+        for known, plan in params.items():
+            if (known == path or known.endswith("." + path)) and plan.shape == shape:
+                return atomic(plan.gradient)
+        return None
+
+    roles.gradient_by_path = by_path
+    partitioner.hints.update(gradient_hints(graph, _gradient_wishes(graph, inputs, atomic)))
+    partitioner.run(graph)
+    results = [
+        partitioner.result(value, None if layout is None else atomic(layout), name)
+        for value, layout, name in zip(graph.outputs, wanted, names, strict=True)
+    ]
+    built = build(context, partitioner.items, arguments, results, donated, same_place)
+    return LoweredProgram(built.schedule, built.constants, [local.layout for local in results], context.decisions)
+
+
+def _gradient_wishes(graph: Any, inputs: Sequence[LeafPlan], atomic: Callable[[Layout], Layout]) -> dict[Value, Layout]:
+    """Inside autograd a parameter's cotangent is best laid out as the parameter is computed with."""
+    compute = {value: atomic(plan.compute) for value, plan in zip(graph.inputs, inputs, strict=True)}
+    wishes: dict[Value, Layout] = {}
+    for node in graph.nodes:
+        if node.target == MARK_GRADS:
+            for grad, leaf in zip(node.args[0], node.args[1], strict=True):
+                if leaf in compute:
+                    wishes[grad] = compute[leaf]
+    return wishes

@@ -1,0 +1,421 @@
+"""Saying where things live: partition specs, named shardings, and rules from logical names and path globs."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fparallel import tree
+from fparallel.errors import FparallelWarning, ShardingError, did_you_mean
+from fparallel.layout import Factor, Layout, typed
+from fparallel.logical import LogicalSpec
+from fparallel.mesh import Axis, Mesh
+
+
+class _Unconstrained:
+    def __repr__(self) -> str:
+        return "P.UNCONSTRAINED"
+
+
+class PartitionSpec(tuple):
+    """Which mesh axes shard each dim of a tensor: `P("dp", None, ("dp2", "tp"))`.
+
+    Dims that are omitted or None are replicated; `P.UNCONSTRAINED` leaves a dim to the compiler. A leaf of a tree.
+    """
+
+    UNCONSTRAINED = _Unconstrained()
+
+    def __new__(cls, *dims: str | None | tuple[str, ...] | _Unconstrained) -> PartitionSpec:
+        normal = [d[0] if isinstance(d, tuple) and len(d) == 1 else None if d == () else d for d in dims]
+        for dim in normal:
+            names = dim if isinstance(dim, tuple) else (dim,)
+            if not all(isinstance(n, str) or n is None or isinstance(n, _Unconstrained) for n in names):
+                raise ShardingError(f"P{dims!r} holds {dim!r}", fix="name mesh axes: strings, tuples of strings, or None")
+        while normal and normal[-1] is None:
+            normal.pop()
+        return super().__new__(cls, normal)
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(repr, self))})"
+
+    def __reduce__(self) -> Any:
+        return (PartitionSpec, tuple(self))
+
+
+P = PartitionSpec
+
+
+def spec_layout(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, path: str, current: Layout | None = None) -> Layout:
+    """The layout of a spec for a tensor of `shape`; unconstrained dims stay as in `current`.
+
+    Raises:
+      ShardingError: an unknown mesh axis, an axis used twice, or a spec longer than the rank.
+    """
+    if len(spec) > len(shape):
+        raise ShardingError(
+            f"{path}: {spec} names {len(spec)} dims, the tensor {list(shape)} has {len(shape)}",
+            fix=f"give at most {len(shape)} entries",
+        )
+    dims: list[tuple[Factor, ...]] = []
+    for i, size in enumerate(shape):
+        entry = spec[i] if i < len(spec) else None
+        if isinstance(entry, _Unconstrained):
+            dims.append(current.dims[i] if current else (Factor(size),))
+            continue
+        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        dims.append((Factor(size, tuple(axis for name in names for axis in _axes(name, mesh, path))),))
+    layout = Layout.of(dims)
+    _check_axes_once(layout, path)
+    return layout
+
+
+def _axes(name: str, mesh: Mesh, path: str) -> tuple[Axis, ...]:
+    if name.split(":")[0] not in mesh.names:
+        raise ShardingError(
+            f"{path}: the mesh {mesh} has no axis {name!r}",
+            fix=f"use one of its axes {', '.join(mesh.names)}{_hint(name, mesh.names)}",
+        )
+    return (mesh.axis(name),)
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    text = did_you_mean(name, list(known))
+    return f" ({text})" if text.startswith("did") else ""
+
+
+def _check_axes_once(layout: Layout, path: str) -> None:
+    names = [str(axis) for axis in layout.sharded_axes]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ShardingError(
+            f"{path}: the axis {', '.join(sorted(twice))} shards two dims of one tensor, {typed(None, layout)}",
+            fix="give each mesh axis to at most one dim: map one of the logical names to another axis or to None",
+        )
+
+
+@dataclass(frozen=True)
+class NamedSharding:
+    """A layout on a mesh: `NamedSharding(mesh, P("dp", None))`."""
+
+    mesh: Mesh
+    spec: PartitionSpec
+
+    def layout(self, shape: Sequence[int], path: str = "array") -> Layout:
+        return spec_layout(self.spec, shape, self.mesh, path)
+
+
+@dataclass(frozen=True)
+class LayoutSharding:
+    """A layout that no PartitionSpec can write (factored dims, sub-axes), on a mesh."""
+
+    mesh: Mesh
+    fixed: Layout
+
+    def layout(self, shape: Sequence[int], path: str = "array") -> Layout:
+        return self.fixed
+
+    def __repr__(self) -> str:
+        return f"LayoutSharding({typed(None, self.fixed)})"
+
+
+Sharding = NamedSharding | LayoutSharding
+
+
+def sharding_of(layout: Layout, mesh: Mesh) -> Sharding:
+    """The NamedSharding of a layout where a PartitionSpec can write it."""
+    spec: list[Any] = []
+    for dim in layout.dims:
+        if len(dim) != 1 or not all(axis.whole for axis in dim[0].axes):
+            return LayoutSharding(mesh, layout)
+        names = tuple(axis.name for axis in dim[0].axes)
+        spec.append(names if len(names) > 1 else names[0] if names else None)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+@dataclass(frozen=True)
+class Zero:
+    """ZeRO as storage layouts: from stage 1 the optimizer state, from 2 the gradients, from 3 the parameters."""
+
+    stage: int
+    axes: tuple[str, ...]
+    min_elements: int = 0
+    params: str = "params"
+    opt_state: str = "opt_state"
+
+
+@dataclass
+class LeafPlan:
+    """What rules decide for one leaf: how it rests, how it is computed with, where its gradient goes, and why."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    storage: Layout
+    compute: Layout
+    gradient: Layout
+    role: str = ""
+    cause: str = "replicated: no rule names it"
+    named: bool = False
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules from logical axis names, and from globs over leaf paths, to mesh axes.
+
+    `Rules(batch="dp", mlp="tp")` shards every dim named `batch` over dp and every dim named `mlp` over tp. Globs map
+    a leaf to a `P` or to a string of logical names: `Rules({"q_proj.weight": P("tp", None)})`. A glob matches a
+    dot-aligned suffix, or the whole, of a path; `*` crosses dots; the last match wins; a glob beats an annotation.
+    `name=None` says replicate, and do not list.
+    """
+
+    globs: Mapping[str, PartitionSpec | str] = field(default_factory=dict)
+    names: Mapping[str, str | tuple[str, ...] | None] = field(default_factory=dict)
+    zero_options: Zero | None = None
+
+    def __init__(self, globs: Mapping[str, PartitionSpec | str] | None = None, /, **names: str | tuple[str, ...] | None) -> None:
+        for pattern, value in (globs or {}).items():
+            if not isinstance(value, (PartitionSpec, str)):
+                raise ShardingError(f"the glob {pattern!r} maps to {value!r}", fix="map it to a P(...) or to a string of logical names")
+        for name, value in names.items():
+            parts = value if isinstance(value, tuple) else (value,)
+            if not all(p is None or isinstance(p, str) for p in parts):
+                raise ShardingError(f"the rule {name}={value!r} names no mesh axis", fix="use a string, a tuple of strings, or None")
+        object.__setattr__(self, "globs", dict(globs or {}))
+        object.__setattr__(self, "names", dict(names))
+        object.__setattr__(self, "zero_options", None)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.globs.items()), tuple(self.names.items()), self.zero_options))
+
+    def zero(
+        self, stage: int, *, axis: str | tuple[str, ...], min_elements: int = 0, params: str = "params", opt_state: str = "opt_state"
+    ) -> Rules:
+        """The same rules with ZeRO over mesh axes: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
+
+        Args:
+          min_elements: leaves with fewer elements stay as they are.
+          params, opt_state: the path components under which parameters and optimizer state lie.
+        """
+        if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+            raise ShardingError(f"there is no ZeRO stage {stage!r}", fix="use 0, 1, 2 or 3")
+        copy = Rules(self.globs, **self.names)
+        axes = (axis,) if isinstance(axis, str) else tuple(axis)
+        object.__setattr__(copy, "zero_options", Zero(stage, axes, min_elements, params, opt_state))
+        return copy
+
+    def shardings(self, value: Any, mesh: Mesh) -> Any:
+        """How the rules shard every leaf of a tree at rest: a tree of shardings."""
+        paths, leaves, treedef = tree.flatten_with_path(value)
+        plans = self.plan(paths, leaves, tree.annotations(value), mesh)
+        return tree.unflatten(treedef, [sharding_of(plan.storage, mesh) for plan in plans])
+
+    # -------------------------------------------------------------- planning
+
+    def check_names(self, mesh: Mesh, known: Iterable[str]) -> None:
+        """Every rule names axes of the mesh, and a logical name that occurs somewhere.
+
+        Raises:
+          ShardingError: an unknown mesh axis or logical name.
+        """
+        known = set(known) | tree.known_logical_names() | {"batch"}
+        for value in self.globs.values():
+            if isinstance(value, str):
+                known |= {name for dim in tree.parse_logical(value) for name, _ in dim if name}
+        for name, axes in self.names.items():
+            for axis in (axes,) if isinstance(axes, str) else axes or ():
+                _axes(axis, mesh, f"rule {name}={axes!r}")
+            if name not in known:
+                raise ShardingError(
+                    f"the rule {name}={axes!r} names a logical axis that occurs in no annotation, constraint or glob",
+                    fix=f"use a name that the model declares{_hint(name, known)}",
+                )
+        if self.zero_options:
+            for axis in self.zero_options.axes:
+                _axes(axis, mesh, f"zero({self.zero_options.stage}, axis={axis!r})")
+
+    def logical_layout(self, spec: LogicalSpec, shape: Sequence[int], mesh: Mesh, path: str) -> Layout:
+        """The layout of a tensor whose dims have logical names.
+
+        A factor smaller than its axis, and dividing it, takes the major sub-axis and is replicated over the rest.
+        """
+        if not spec.fits(len(shape)):
+            raise ShardingError(
+                f"{path} has the logical axes '{spec}' but the shape {list(shape)}",
+                fix="name every dim once (use _ for a dim without a name), or mend the tensor",
+            )
+        dims = []
+        for size, factors in zip(shape, spec.for_ndim(len(shape)).dims, strict=True):
+            dims.append(tuple(self._factor(*f, mesh, path) for f in _sized(factors, size, path)))
+        layout = Layout.of(dims)
+        _check_axes_once(layout, path)
+        return layout
+
+    def _factor(self, name: str | None, size: int, mesh: Mesh, path: str) -> Factor:
+        value = self.names.get(name) if name else None
+        names = (value,) if isinstance(value, str) else value or ()
+        axes: list[Axis] = []
+        left = size
+        for axis in (a for n in names for a in _axes(n, mesh, f"{path} ({name}={value!r})")):
+            if 0 < left < axis.size and axis.size % left == 0:
+                axis = Axis(axis.name, left, axis.pre, axis.total)
+            axes.append(axis)
+            left = -(-left // axis.size)
+        return Factor(size, tuple(a for a in axes if a.size > 1))
+
+    def _glob_for(self, path: str, used: set[str]) -> PartitionSpec | str | None:
+        found = None
+        for pattern, value in self.globs.items():
+            if _matches(pattern, path):
+                used.add(pattern)
+                found = value
+        return found
+
+    def plan(
+        self, paths: Sequence[str], leaves: Sequence[Any], specs: Sequence[LogicalSpec | None], mesh: Mesh,
+        *, batch_paths: Iterable[str] = (), used_globs: set[str] | None = None,
+    ) -> list[LeafPlan]:  # fmt: skip
+        """The plan of every leaf (anything with shape and dtype); optimizer state takes the axes of what it mirrors."""
+        used = set() if used_globs is None else used_globs
+        batch = set(batch_paths)
+        plans = []
+        for path, leaf, spec in zip(paths, leaves, specs, strict=True):
+            shape, dtype = tuple(leaf.shape), leaf.dtype
+            plan = self._leaf(path, shape, dtype, spec, mesh, path in batch, used)
+            plans.append(plan)
+        self._list_axes(paths, mesh, used)
+        zero = self.zero_options or Zero(0, ())
+        params = {p.path.split(f"{zero.params}.", 1)[1]: p for p in plans if _under(p.path, zero.params)}
+        for plan in plans:
+            if _under(plan.path, zero.params):
+                plan.role = "params"
+            elif _under(plan.path, zero.opt_state):
+                plan.role = "opt_state"
+                self._mirror(plan, params)
+            self._apply_zero(plan, zero, mesh)
+        return plans
+
+    def _leaf(
+        self, path: str, shape: tuple[int, ...], dtype: torch.dtype, spec: LogicalSpec | None, mesh: Mesh, batch: bool, used: set[str]
+    ) -> LeafPlan:
+        layout, cause, named = Layout.replicated(shape), "replicated: no rule names it", False
+        glob = self._glob_for(path, used)
+        for name, index, length in spec.index_axes if spec is not None else ():
+            self._check_index(name, index, length, mesh, path)
+        if isinstance(glob, PartitionSpec):
+            layout, cause, named = spec_layout(glob, shape, mesh, path), f"glob {glob}", True
+        elif isinstance(glob, str):
+            logical = LogicalSpec(tree.parse_logical(glob))
+            layout, cause, named = self.logical_layout(logical, shape, mesh, path), f"glob '{glob}'", True
+        elif spec is not None and (spec.dims or not shape):
+            layout = self.logical_layout(spec, shape, mesh, path)
+            named = any(name in self.names for dim in spec.dims for name, _ in dim)
+            cause = f"logical axes '{spec}'"
+        elif batch and shape and "batch" in self.names:
+            batched = LogicalSpec(((("batch", None),), *(((None, None),) for _ in shape[1:])))
+            layout, cause, named = self.logical_layout(batched, shape, mesh, path), "leading dim of the batch", True
+        return LeafPlan(path, shape, dtype, layout, layout, layout, "", cause, named)
+
+    def _check_index(self, name: str, index: int, length: int, mesh: Mesh, path: str) -> None:
+        value = self.names.get(name)
+        for axis in (value,) if isinstance(value, str) else value or ():
+            if _axes(axis, mesh, f"{path} ({name}={axis!r})")[0].size > 1:
+                raise ShardingError(
+                    f"{path}: the rule {name}={axis!r} puts the {length} entries of a list on {mesh.shape[axis]} ranks; "
+                    "the entries of a list lie on every rank",
+                    fix=f"use {name}=None, or shard a dim of the leaves",
+                )
+
+    def _list_axes(self, paths: Sequence[str], mesh: Mesh, used: set[str]) -> None:
+        """Globs that match a list node name its index; an index can only live on an axis of size 1 here."""
+        nodes = {".".join(parts[:i]) for path in paths for parts in [path.split(".")] for i in range(1, len(parts))}
+        for pattern, value in self.globs.items():
+            if isinstance(value, str) and any(_matches(pattern, node) for node in nodes):
+                used.add(pattern)
+
+    @staticmethod
+    def _mirror(plan: LeafPlan, params: Mapping[str, LeafPlan]) -> None:
+        parts = plan.path.split(".")
+        for i in range(len(parts)):
+            twin = params.get(".".join(parts[i:]))
+            if twin is not None and twin.shape == plan.shape:
+                plan.storage = plan.compute = plan.gradient = twin.compute
+                plan.cause, plan.named = f"mirrors {twin.path}", twin.named
+                return
+
+    @staticmethod
+    def _apply_zero(plan: LeafPlan, zero: Zero, mesh: Mesh) -> None:
+        least = {"params": 3, "opt_state": 1}.get(plan.role)
+        if least is None or zero.stage == 0:
+            return
+        size = 1
+        for s in plan.shape:
+            size *= s
+        if size == 0 or size < zero.min_elements or not plan.shape:
+            return
+        axes = tuple(mesh.axis(name) for name in zero.axes if mesh.shape[name] > 1)
+        axes = tuple(a for a in axes if a not in plan.compute.sharded_axes)
+        if not axes:
+            return
+        sharded = add_axes(plan.compute, axes)
+        if zero.stage >= least:
+            plan.storage = sharded
+            plan.cause += f"; ZeRO-{zero.stage} over {'*'.join(zero.axes)}"
+        if plan.role == "params":
+            plan.gradient = sharded
+
+
+def add_axes(layout: Layout, axes: tuple[Axis, ...]) -> Layout:
+    """The layout with `axes` added to the factor that they split with the least imbalance, ties to the first."""
+    best: tuple[float, int, int] | None = None
+    for d, dim in enumerate(layout.dims):
+        for f, factor in enumerate(dim):
+            local = -(-factor.size // factor.num_shards)
+            piece, shards = local, 1
+            for axis in axes:
+                piece, shards = -(-piece // axis.size), shards * axis.size
+            imbalance = piece * shards / max(1, local)
+            if best is None or (imbalance, d, f) < best:
+                best = (imbalance, d, f)
+    assert best is not None
+    _, d, f = best
+    return layout.with_axes(d, f, layout.dims[d][f].axes + axes)
+
+
+def _sized(factors: Sequence[tuple[str | None, int | None]], size: int, path: str) -> list[tuple[str | None, int]]:
+    if len(factors) == 1 and factors[0][1] is None:
+        return [(factors[0][0], size)]
+    known = 1
+    for _, s in factors:
+        known *= s or 1
+    open_ = [name for name, s in factors if s is None]
+    if len(open_) > 1 or (size % known if open_ else size != known):
+        raise ShardingError(
+            f"{path}: a dim of {size} is no product of {' '.join(str(s or n) for n, s in factors)}",
+            fix="mend the sizes; at most one factor may be without a size",
+        )
+    return [(name, size // known if s is None else s) for name, s in factors]
+
+
+def _under(path: str, component: str) -> bool:
+    parts = path.split(".")
+    return component in parts[:-1]
+
+
+_GLOBS: dict[str, re.Pattern[str]] = {}
+
+
+def _matches(pattern: str, path: str) -> bool:
+    if pattern not in _GLOBS:
+        _GLOBS[pattern] = re.compile(r"(?s:(?:.*\.)?" + fnmatch.translate(pattern)[4:-3] + r")\Z")
+    return _GLOBS[pattern].match(path) is not None
+
+
+def warn(message: str, fix: str) -> None:
+    """A listed warning, with the fix in it."""
+    warnings.warn(f"{message}\nFix: {fix}", FparallelWarning, stacklevel=3)
