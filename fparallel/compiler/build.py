@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fparallel.compiler.local import Call, Comm, Item, Local, Op, drop_dead, map_locals
-from fparallel.compiler.memory import Split, split
+from fparallel.compiler.memory import Split, split, whole_view
 from fparallel.compiler.partition import Context, Template
 from fparallel.layout import same
 from fparallel.schedule.ir import Buffer, Collective, Instr, Program, Run, Schedule
@@ -45,6 +45,55 @@ class Lowered:
     constants: dict[str, torch.Tensor]
 
 
+def group(items: Sequence[Item]) -> list[list[Op] | Comm | Call]:
+    """Collectives and calls in order, and between them lists of ops; an op waits for no collective that it can precede."""
+    groups: list[list[Op] | Comm | Call] = []
+    pending: list[Op] = []
+    made: set[Local] = set()
+    for item in items:
+        if isinstance(item, Op):
+            if pending and pending[-1].phase != item.phase:
+                groups.append(pending)
+                pending, made = [], set()
+            pending.append(item)
+            made.update(out for out in item.outs if out is not None)
+            continue
+        if pending and any(value in made for value in item.inputs):
+            groups.append(pending)
+            pending, made = [], set()
+        groups.append(item)
+    return [*groups, pending] if pending else groups
+
+
+def retake_views(groups: list[list[Op] | Comm | Call]) -> list[list[Op] | Comm | Call]:
+    """A segment that reads a view made in an earlier one takes it again of its base: views are not buffers."""
+    views = {out: op for step in groups if isinstance(step, list) for op in step if whole_view(op) for out in op.outs}
+    result: list[list[Op] | Comm | Call] = []
+    for step in groups:
+        if not isinstance(step, list):
+            result.append(step)
+            continue
+        own = {out for op in step for out in op.outs}
+        again: dict[Local, Local] = {}
+        ops: list[Op] = []
+
+        def fetch(value: Local, own: set = own, again: dict = again, ops: list = ops) -> Local:
+            if value in again:
+                return again[value]
+            op = views.get(value)
+            if op is None or value in own:
+                return value
+            again[value] = Local(value.dtype, value.layout, value.name, pinned=value.pinned, static=value.static)
+            ops.append(Op(op.target, map_locals(fetch, op.args), op.kwargs, [again[value]], op.source, step[0].phase, True))
+            return again[value]
+
+        for op in step:
+            args, kwargs = map_locals(fetch, op.args), map_locals(fetch, op.kwargs)
+            ops.append(Op(op.target, args, kwargs, op.outs, op.source, op.phase, op.view, op.flops))
+        result.append(ops)
+    return result
+
+
 class Builder:
     """Makes the schedule of one program."""
 
@@ -62,41 +111,21 @@ class Builder:
 
     def plan(self, items: Sequence[Item], results: Iterable[Local], label: str) -> Plan:
         """Groups ops into segments between the collectives and calls that need them."""
-        plan = Plan()
-        pending: list[Op] = []
-        made: set[Local] = set()
         wanted = set(results)
-        readers: dict[Local, list[int]] = {}
-        for i, item in enumerate(items):
-            for value in item.inputs:
-                readers.setdefault(value, []).append(i)
-
-        position = {id(item): i for i, item in enumerate(items)}
-
-        def flush() -> None:
-            if not pending:
-                return
-            inside = {position[id(op)] for op in pending}
-            outs = [
-                out for op in pending for out in op.outs
-                if out is not None and (out in wanted or any(r not in inside for r in readers.get(out, ())))
-            ]  # fmt: skip
-            if outs:
-                plan.steps.append(self.piece(pending, outs, label))
-            pending.clear()
-            made.clear()
-
-        for item in items:
-            if isinstance(item, Op):
-                if pending and pending[-1].phase != item.phase:
-                    flush()
-                pending.append(item)
-                made.update(out for out in item.outs if out is not None)
+        groups = retake_views(group(items))
+        readers: dict[Local, set[int]] = {}
+        for i, step in enumerate(groups):
+            for op in step if isinstance(step, list) else [step]:
+                for value in op.inputs:
+                    readers.setdefault(value, set()).add(i)
+        plan = Plan()
+        for i, step in enumerate(groups):
+            if not isinstance(step, list):
+                plan.steps.append(step)
                 continue
-            if any(value in made for value in item.inputs):
-                flush()
-            plan.steps.append(item)
-        flush()
+            outs = [out for op in step for out in op.outs if out is not None and (out in wanted or readers.get(out, set()) - {i})]
+            if outs:
+                plan.steps.append(self.piece(drop_dead(step, outs), outs, label))
         return plan
 
     def piece(self, ops: Sequence[Op], outs: list[Local], label: str) -> Piece:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from fparallel.compiler.build import build
-from fparallel.compiler.graph import MARK_GRADS, Program, Value
+from fparallel.compiler.graph import MARK_GRADS, Graph, Node, Program, Value, map_values
 from fparallel.compiler.local import Local
 from fparallel.compiler.maps import fuse_maps
 from fparallel.compiler.partition import Context, Decision, Partitioner, Roles, gradient_hints
+from fparallel.compiler.rules import find_rule
 from fparallel.layout import Layout, mesh_atoms, same
 from fparallel.mesh import Mesh
 from fparallel.schedule.ir import Schedule
@@ -81,6 +82,7 @@ def lower_program(
         return None
 
     roles.gradient_by_path = by_path
+    restate_static(graph, {value for value, plan in zip(graph.inputs, inputs, strict=True) if plan.role == "params"})
     partitioner.hints.update(gradient_hints(graph, _gradient_wishes(graph, inputs, atomic)))
     partitioner.run(graph)
     results = [
@@ -89,6 +91,43 @@ def lower_program(
     ]
     built = build(context, partitioner.items, arguments, results, donated, same_place)
     return LoweredProgram(built.schedule, built.constants, [local.layout for local in results], context.decisions)
+
+
+def restate_static(graph: Graph, params: set[Value]) -> None:
+    """The backward makes views and casts of parameters again, so that a forward's gathered weight need not live on.
+
+        t = transpose(w)  # F                  t = transpose(w)   # F
+        y = x @ t         # F                  y = x @ t          # F
+        dx = dy @ t.T     # B                  t2 = transpose(w)  # B
+                                               dx = dy @ t2.T     # B
+    """
+    maker: dict[Value, Node] = {}
+    static = set(params)
+    again: dict[Value, Value] = {}
+    nodes: list[Node] = []
+
+    def restate(value: Value) -> Value:
+        node = maker.get(value)
+        if node is None:
+            return value
+        if value not in again:
+            copy = Node(node.target, node.op, map_values(restate, node.args), node.kwargs, [], node.source, "B")
+            again[value] = Value(value.shape, value.dtype, value.name, copy)
+            copy.outs = [again[value]]
+            nodes.append(copy)
+        return again[value]
+
+    for node in graph.nodes:
+        if node.phase == "B":
+            node.args, node.kwargs = map_values(restate, node.args), map_values(restate, node.kwargs)
+        elif node.inputs and all(value in static for value in node.inputs) and len(node.outs) == 1:
+            rule = find_rule(node)
+            if rule is not None and (rule.view or node.target == "aten._to_copy.default"):
+                static.add(node.outs[0])
+                maker[node.outs[0]] = node
+        nodes.append(node)
+    graph.nodes = nodes
+    graph.drop_dead()
 
 
 def _gradient_wishes(graph: Any, inputs: Sequence[LeafPlan], atomic: Callable[[Layout], Layout]) -> dict[Value, Layout]:

@@ -2,7 +2,8 @@
 
 The joint local program of a block is split into a forward F and a backward B. B reads residuals, which F gives out.
 What depends on parameters and constants alone is made again in B, a view is taken again of what it views, and a
-gathered activation is gathered again from its shard, so that what is kept is always the shard.
+gathered activation is gathered again from its shard, so that what is kept is always the shard. A view that is a small
+part of its base is kept instead of the base.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ class Split:
     residuals: list[Local]
 
 
+def whole_view(op: Item) -> bool:
+    """Whether an op is a view of (most of) its operand, so that keeping the operand keeps the view."""
+    if not isinstance(op, Op) or not op.view or len(op.outs) != 1 or not op.inputs:
+        return False
+    out = op.outs[0]
+    return out is not None and 2 * out.layout.max_local_numel >= op.inputs[0].layout.max_local_numel
+
+
 def split(template: Template) -> Split:
     """Splits a block's joint program; see the module docstring for what is kept."""
     forward = drop_dead(template.items, template.outputs)
@@ -46,7 +55,7 @@ def split(template: Template) -> Split:
         if item is None or id(item) not in in_forward:
             again[value] = value
             return value
-        remade = isinstance(item, Op) and (item.view or all(x.static for x in item.outs if x is not None))
+        remade = isinstance(item, Op) and (whole_view(item) or all(x.static for x in item.outs if x is not None))
         if value in outputs and not remade:
             again[value] = value
             return value
