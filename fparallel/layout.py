@@ -3,8 +3,9 @@
     f32[32@dp,256,(3 12@tp 64)]       dim 2 is 3*12*64, sharded over tp on the middle factor
     f32[4096,512]{unreduced: dp:sum}  each dp rank holds a partial sum
 
-Several axes on one factor split it nested, in order (`8@dp*tp`), each in ceil chunks of the current piece, so any size
-works: uneven, smaller than the axis, zero. What a rank holds of a dim is a product of intervals over its factors.
+Several axes on one factor split it nested, in order (`8@dp*tp`), each in ceil chunks of the current piece, so
+any size works: uneven, smaller than the axis, zero. What a rank holds of a dim is a product of intervals over
+its factors.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,12 @@ from fparallel.errors import LayoutError
 from fparallel.mesh import Axis, Mesh, merge_axes
 
 Coords = Mapping[str, int]
-REDUCTIONS = ("sum", "max", "min")
+COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+REDUCTIONS = tuple(COMBINE)
 
 
 @dataclass(frozen=True)
@@ -41,14 +47,15 @@ class Factor:
         return piece(self.size, self.axes, coords)
 
     def __str__(self) -> str:
-        return f"{self.size}@{'*'.join(map(str, compact(self.size, self.axes)))}" if self.axes else str(self.size)
+        axes = "*".join(map(str, compact(self.size, self.axes)))
+        return f"{self.size}@{axes}" if axes else str(self.size)
 
 
 Dim = tuple[Factor, ...]
 
 
 def piece(size: int, axes: Sequence[Axis], coords: Coords) -> tuple[int, int]:
-    """(start, length) of the part of range(size) that nested ceil chunks over `axes` give the rank at `coords`."""
+    """(start, length) of what nested ceil chunks of range(size) over `axes` give the rank at `coords`."""
     start, length = 0, size
     for axis in axes:
         chunk = -(-length // axis.size)
@@ -72,7 +79,8 @@ def chunk_sizes(length: int, axes: Sequence[Axis]) -> tuple[int, ...]:
 def compact(size: int, axes: Sequence[Axis]) -> tuple[Axis, ...]:
     """`axes` with neighbouring digits of one axis joined where that keeps every piece of range(size).
 
-    8@tp:(1)2*tp:(2)2 is 8@tp, with pieces of 2; 5@tp:(1)2*tp:(2)2 has the pieces 2, 1, 1, 1 and 5@tp has 2, 2, 1, 0.
+    8@tp:(1)2*tp:(2)2 is 8@tp, with pieces of 2; but 5@tp:(1)2*tp:(2)2 has pieces of 2, 1, 1, 1 and 5@tp of 2,
+    2, 1, 0.
     """
     merged: list[Axis] = []
     for axis in axes:
@@ -97,7 +105,7 @@ def refine_axes(size: int, axes: Sequence[Axis], atoms: Mapping[str, tuple[Axis,
 
 
 def normal_dim(factors: Iterable[Factor]) -> Dim:
-    """The shortest chain of factors with the same index sets; an empty dim is one factor of 0, without axes."""
+    """The shortest chain of factors with the same index sets; an empty dim is one factor of 0."""
     result: list[Factor] = []
     for factor in factors:
         if factor.size == 0:
@@ -142,8 +150,8 @@ class Layout:
 
     @staticmethod
     def of(dims: Iterable[Iterable[Factor]], unreduced: Iterable[tuple[Axis, str]] = ()) -> Layout:
-        pending = tuple(sorted(((a, r) for a, r in unreduced if a.size > 1), key=lambda p: (p[0].name, p[0].pre)))
-        return Layout(tuple(normal_dim(dim) for dim in dims), pending)
+        pending = sorted(((a, r) for a, r in unreduced if a.size > 1), key=lambda p: (p[0].name, p[0].pre))
+        return Layout(tuple(normal_dim(dim) for dim in dims), tuple(pending))
 
     @staticmethod
     def replicated(shape: Sequence[int]) -> Layout:
@@ -209,7 +217,7 @@ class Layout:
         return result
 
     def shard(self, value: torch.Tensor, coords: Coords) -> torch.Tensor:
-        """The part of a global tensor that the rank at `coords` holds (unreduced axes: on their first rank)."""
+        """What the rank at `coords` holds of a global tensor (unreduced: the first rank has it all)."""
         for dim, index in enumerate(self.indices(coords)):
             if index.numel() != value.shape[dim] or self.dims[dim] != (Factor(value.shape[dim]),):
                 value = value.index_select(dim, index.to(value.device))
@@ -231,20 +239,13 @@ class Layout:
         return result
 
     def _reduce_shards(self, shards: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-        whole = Layout(self.dims)
-        groups: dict[tuple[int, ...], torch.Tensor | None] = {}
-        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[self.unreduced[0][1]]
-        for digits in itertools.product(*(range(a.size) for a in self.unreduced_axes)):
-            members = []
-            for coords in mesh.rank_coords:
-                ranks = mesh.group(self.unreduced_axes, coords)
-                offset = 0
-                for axis, digit in zip(self.unreduced_axes, digits, strict=True):
-                    offset = offset * axis.size + digit
-                members.append(shards[ranks[offset]])
-            part = whole.unshard(members, mesh)
-            groups[()] = part if groups.get(()) is None else combine(groups[()], part)
-        return groups[()]
+        whole, axes = Layout(self.dims), self.unreduced_axes
+        groups = [mesh.group(axes, coords) for coords in mesh.rank_coords]
+        parts = [
+            whole.unshard([shards[group[member]] for group in groups], mesh)
+            for member in range(math.prod(axis.size for axis in axes))
+        ]
+        return functools.reduce(COMBINE[self.unreduced[0][1]], parts)
 
     def with_axes(self, dim: int, factor: int, axes: tuple[Axis, ...]) -> Layout:
         dims = [list(d) for d in self.dims]
@@ -259,9 +260,9 @@ class Layout:
 
         An axis whose sub-axes would give other pieces (5@tp and 5@tp:(1)2*tp:(2)2 differ) stays as it is.
         """
-        dims = tuple(tuple(Factor(f.size, refine_axes(f.size, f.axes, atoms)) for f in dim) for dim in self.dims)
+        dims = [[Factor(f.size, refine_axes(f.size, f.axes, atoms)) for f in dim] for dim in self.dims]
         pending = tuple((a, r) for axis, r in self.unreduced for a in atoms_of(axis, atoms))
-        return Layout(dims, pending)
+        return Layout(tuple(map(tuple, dims)), pending)
 
     def __str__(self) -> str:
         return typed(None, self)
@@ -289,7 +290,8 @@ def mesh_atoms(mesh: Mesh, layouts: Iterable[Layout]) -> dict[str, tuple[Axis, .
                     f"sub-axes of {name} (size {size}) cut it at {low} and {high}, which do not nest",
                     fix="use sizes of which each divides the next, or replicate one of the tensors",
                 )
-        atoms[name] = tuple(Axis(name, high // low, low, size) for low, high in itertools.pairwise(chain)) or (Axis(name, 1),)
+        digits = tuple(Axis(name, high // low, low, size) for low, high in itertools.pairwise(chain))
+        atoms[name] = digits or (Axis(name, 1),)
     return atoms
 
 
@@ -317,17 +319,20 @@ def same_dim(a: Dim, b: Dim) -> bool:
         return False
     if total == 0:
         return True
-    pair = align(a, b)
-    if pair is not None:
-        if all(compact(x.size, x.axes) == compact(y.size, y.axes) for x, y in zip(*pair, strict=True)):
-            return True
-        if all(f.size % f.num_shards == 0 for f in pair[0] + pair[1]):
-            return False  # without empty or uneven pieces, other axes give other starts
     totals = {axis.name: axis.total for f in a + b for axis in f.axes}
-    left, right = Layout((a,)), Layout((b,))
-    for digits in itertools.product(*(range(t) for t in totals.values())):
-        coords = dict(zip(totals, digits, strict=True))
-        if not torch.equal(left.indices(coords)[0], right.indices(coords)[0]):
+    digits = itertools.product(*map(range, totals.values()))
+    ranks = (dict(zip(totals, at, strict=True)) for at in digits)
+    pair = align(a, b)
+    if pair is None:
+        left, right = Layout((a,)), Layout((b,))
+        return all(torch.equal(left.indices(coords)[0], right.indices(coords)[0]) for coords in ranks)
+    if all(compact(x.size, x.axes) == compact(y.size, y.axes) for x, y in zip(*pair, strict=True)):
+        return True
+    if all(f.size % f.num_shards == 0 for f in pair[0] + pair[1]):
+        return False  # without empty or uneven pieces, other axes give other starts
+    for coords in ranks:
+        old, new = [f.piece(coords) for f in pair[0]], [f.piece(coords) for f in pair[1]]
+        if old != new and (all(n for _, n in old) or all(n for _, n in new)):
             return False
     return True
 
@@ -372,7 +377,7 @@ def common_refinement(*chains: Sequence[int]) -> tuple[int, ...] | None:
 def align(a: Dim, b: Dim) -> tuple[Dim, Dim] | None:
     """Two dims of one size over one common chain of factors, or None if their shards do not allow it.
 
-    `8@dp` and `(2 4@tp)` are `(2@dp 4)` and `(2 4@tp)`. A factor of size 1 that is sharded (one rank has it, the
+    `8@dp` and `(2 4@tp)` are `(2@dp 4)` and `(2 4@tp)`. A factor of 1 that is sharded (one rank has it, the
     others have nothing) keeps its place in the chain.
     """
     a, b = normal_dim(a), normal_dim(b)
@@ -392,12 +397,15 @@ def align(a: Dim, b: Dim) -> tuple[Dim, Dim] | None:
         if high % low:
             return None
         chain += [high // low, 1] if low in ones else [high // low]
-    left, right = regroup(a, chain), regroup(b, chain)
+    left, right = regroup(a, chain, cut_axes=True), regroup(b, chain, cut_axes=True)
     return None if left is None or right is None else (left, right)
 
 
-def regroup(dim: Dim, sizes: Sequence[int]) -> Dim | None:
-    """`dim` written over exactly the factors `sizes` (same product), or None if its shards are no such product."""
+def regroup(dim: Dim, sizes: Sequence[int], *, cut_axes: bool = False) -> Dim | None:
+    """`dim` over exactly the factors `sizes` (of its product), or None if its shards do not allow it.
+
+    With `cut_axes` an axis may be cut in sub-axes: for a tp of 4, 8@tp over (2, 4) is (2@tp:(1)2 4@tp:(2)2).
+    """
     if not any(f.axes for f in dim):
         return tuple(Factor(size) for size in sizes)
     if math.prod(sizes) == 0:
@@ -415,7 +423,7 @@ def regroup(dim: Dim, sizes: Sequence[int]) -> Dim | None:
                 parts.append(head)
                 need //= head.size
                 continue
-            split = split_factor(head, need)
+            split = split_factor(head, need, cut_axes=cut_axes)
             if split is None:
                 return None
             parts.append(split[0])
@@ -430,15 +438,22 @@ def regroup(dim: Dim, sizes: Sequence[int]) -> Dim | None:
     return tuple(result)
 
 
-def split_factor(factor: Factor, major: int) -> tuple[Factor, Factor] | None:
-    """A factor as (major, rest) with the same index sets, or None."""
+def split_factor(factor: Factor, major: int, *, cut_axes: bool = False) -> tuple[Factor, Factor] | None:
+    """A factor as (major, rest) with the same index sets, or None; `cut_axes` as in `regroup`."""
     if major == 0 or factor.size % major:
         return None
     rest, shards = factor.size // major, 1
     if major % factor.num_shards == 0:
         return Factor(major, factor.axes), Factor(rest)
     for i, axis in enumerate(factor.axes):
+        part, left_over = divmod(major, shards)
         shards *= axis.size
+        divides = 1 < part < axis.size and not (left_over or axis.size % part or factor.size % shards)
+        if cut_axes and divides:
+            high = Axis(axis.name, part, axis.pre, axis.total)
+            low = Axis(axis.name, axis.size // part, axis.pre * part, axis.total)
+            before, after = factor.axes[:i], factor.axes[i + 1 :]
+            return Factor(major, (*before, high)), Factor(rest, (low, *after))
         outer, inner = Factor(major, factor.axes[: i + 1]), Factor(rest, factor.axes[i + 1 :])
         if shards == major:
             return outer, inner
@@ -491,7 +506,24 @@ def parse(text: str, mesh: Mesh) -> tuple[torch.dtype | None, Layout]:
     for item in filter(None, (pending or "").split(", ")):
         axis, _, reduction = item.rpartition(":")
         unreduced.append((mesh.axis(axis), reduction))
+    _check(dims, unreduced, text)
     return dtype, Layout.of(dims, unreduced)
+
+
+def _check(dims: Sequence[Dim], unreduced: Sequence[tuple[Axis, str]], text: str) -> None:
+    reductions = sorted({reduction for _, reduction in unreduced})
+    if len(reductions) > 1 or not set(reductions) <= set(REDUCTIONS):
+        raise LayoutError(
+            f"{text!r} is unreduced by {' and '.join(map(repr, reductions))}",
+            fix=f"use one of {', '.join(REDUCTIONS)} for all of its unreduced axes",
+        )
+    axes = [axis for dim in dims for factor in dim for axis in factor.axes] + [axis for axis, _ in unreduced]
+    for a, b in itertools.combinations(axes, 2):
+        if not a.independent(b):
+            raise LayoutError(
+                f"{text!r} uses {a} and {b}, which share ranks" if a != b else f"{text!r} uses {a} twice",
+                fix="use every axis, or disjoint sub-axes of it, at most once",
+            )
 
 
 def _split_dims(body: str) -> list[str]:
@@ -501,7 +533,7 @@ def _split_dims(body: str) -> list[str]:
         if char == "," and depth == 0:
             parts.append(body[start:i])
             start = i + 1
-    return parts + [body[start:]] if body else []
+    return [*parts, body[start:]] if body else []
 
 
 def _parse_factor(text: str, mesh: Mesh, whole: str) -> Factor:

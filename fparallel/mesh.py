@@ -1,8 +1,8 @@
 """Meshes: named axes over ranks, and the groups of ranks that they make.
 
-A mesh gives every rank one coordinate per axis, the last axis varying fastest. The mesh (2, 2, 2) over
-("dp", "pp", "tp") therefore has the tp groups (0,1)(2,3)(4,5)(6,7), the pp groups (0,2)(1,3)(4,6)(5,7) and the
-dp groups (0,4)(1,5)(2,6)(3,7).
+A mesh gives every rank one coordinate per axis, the last axis varying fastest. The mesh (2, 2, 2) over ("dp",
+"pp", "tp") therefore has the tp groups (0,1)(2,3)(4,5)(6,7), the pp groups (0,2)(1,3)(4,6)(5,7) and the dp
+groups (0,4)(1,5)(2,6)(3,7).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ KINDS = ("job", "simulated", "abstract")
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis, or a sub-axis of one: the digit of a coordinate that has `size` values after `pre` of them.
+    """A mesh axis, or a sub-axis: the digit of a coordinate that has `size` values and follows `pre` others.
 
-    A coordinate c of an axis of `total` ranks is read as digits, major first: the sub-axis `tp:(1)2` of a tp axis of
-    4 is the major digit `c // 2`, `tp:(2)2` the minor digit `c % 2`. A whole axis has pre == 1 and size == total.
+    A coordinate c of an axis of `total` ranks is read as digits, major first: the sub-axis `tp:(1)2` of a tp
+    axis of 4 is the major digit `c // 2`, `tp:(2)2` the minor digit `c % 2`. A whole axis has pre == 1 and
+    size == total.
     """
 
     name: str
@@ -43,6 +44,11 @@ class Axis:
     def digit(self, coords: Mapping[str, int]) -> int:
         """The coordinate along this (sub-)axis of the rank at `coords`."""
         return (coords[self.name] // (self.total // (self.pre * self.size))) % self.size
+
+    def independent(self, other: Axis) -> bool:
+        """Whether both digits can be chosen freely: those of tp:(1)2 and tp:(2)2, not of tp and tp:(2)2."""
+        low, high = sorted((self, other), key=lambda axis: axis.pre)
+        return self.name != other.name or (low != high and high.pre % (low.pre * low.size) == 0)
 
     def __str__(self) -> str:
         return self.name if self.whole else f"{self.name}:({self.pre}){self.size}"
@@ -93,14 +99,17 @@ class Mesh:
         if match is None or name not in self.names:
             raise MeshError(
                 f"the mesh {self} has no axis {text!r}",
-                fix=f"use one of its axes{did_you_mean(name, self.names)}",
+                fix=f"use one of its axes; {did_you_mean(name, self.names)}",
             )
         total = self.shape[name]
         if match.group(2) is None:
             return Axis(name, total)
         pre, size = int(match.group(2)), int(match.group(3))
-        if total % (pre * size):
-            raise MeshError(f"{text!r} does not divide the axis {name} of {total} ranks", fix="use factors of it")
+        if pre * size == 0 or total % (pre * size):
+            raise MeshError(
+                f"{text!r} does not divide the axis {name} of {total} ranks",
+                fix=f"write {name}:(PRE)SIZE, with PRE * SIZE a divisor of {total}",
+            )
         return Axis(name, size, pre, total)
 
     def axes(self, text: str) -> tuple[Axis, ...]:
@@ -120,7 +129,7 @@ class Mesh:
         return result
 
     def group(self, axes: Sequence[Axis], coords: Mapping[str, int]) -> tuple[int, ...]:
-        """The ranks that differ from `coords` only along `axes`, ordered by their digits, the last axis fastest."""
+        """The ranks that differ from `coords` only along `axes`, by their digits, the last axis fastest."""
         ranks = []
         for digits in itertools.product(*(range(axis.size) for axis in axes)):
             at = dict(coords)
@@ -147,15 +156,20 @@ class Mesh:
 def check_axes(sizes: Sequence[int], names: Sequence[str]) -> None:
     """Raises MeshError unless sizes and names describe a mesh."""
     if len(sizes) != len(names):
-        raise MeshError(f"{len(sizes)} sizes {tuple(sizes)} for {len(names)} names {tuple(names)}", fix="give one size per name")
+        raise MeshError(
+            f"{len(sizes)} sizes {tuple(sizes)} for {len(names)} names {tuple(names)}",
+            fix="give one size per name",
+        )
     if len(set(names)) != len(names):
         raise MeshError(f"an axis name occurs twice in {tuple(names)}", fix="name every axis differently")
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise MeshError(f"{name!r} is not an axis name", fix="use letters, digits and underscores, e.g. 'dp'")
+            fix = "use letters, digits and underscores, e.g. 'dp'"
+            raise MeshError(f"{name!r} is not an axis name", fix=fix)
     for size, name in zip(sizes, names, strict=True):
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise MeshError(f"axis {name} has the size {size!r}", fix="use a positive integer (or one -1 in a job's mesh)")
+            fix = "use a positive integer (or one -1 in a job's mesh)"
+            raise MeshError(f"axis {name} has the size {size!r}", fix=fix)
 
 
 def resolve_sizes(sizes: Sequence[int], names: Sequence[str], num_ranks: int) -> tuple[int, ...]:
@@ -166,7 +180,7 @@ def resolve_sizes(sizes: Sequence[int], names: Sequence[str], num_ranks: int) ->
     if -1 in sizes:
         if num_ranks % known:
             raise MeshError(
-                f"{num_ranks} ranks do not divide by the other axes of {dict(zip(names, sizes, strict=True))}",
+                f"{num_ranks} ranks do not divide by {known}, the other axes of {tuple(names)}",
                 fix=f"start a multiple of {known} ranks",
             )
         return tuple(num_ranks // known if size == -1 else size for size in sizes)
@@ -179,14 +193,16 @@ def resolve_sizes(sizes: Sequence[int], names: Sequence[str], num_ranks: int) ->
     return tuple(sizes)
 
 
-def make_mesh(sizes: Sequence[int], names: Sequence[str], *, kind: str = "job", device: str | None = None) -> Mesh:
+def make_mesh(
+    sizes: Sequence[int], names: Sequence[str], *, kind: str = "job", device: str | None = None
+) -> Mesh:
     """Makes a mesh of named axes.
 
     Args:
       sizes: ranks along each axis; the last axis varies fastest. In a job's mesh one size may be -1.
       names: one name per axis, e.g. ("dp", "pp", "tp").
-      kind: "job" (the ranks of this job, from torchrun's environment; initialises or reuses the process group),
-        "simulated" (all ranks inside this process) or "abstract" (plan only, any size).
+      kind: "job" (the ranks of this job, from torchrun's environment; initialises or reuses the process
+        group), "simulated" (all ranks inside this process) or "abstract" (plan only, any size).
       device: "cpu" or "cuda"; by default cuda where a job has it, else cpu.
 
     Raises:
@@ -194,7 +210,7 @@ def make_mesh(sizes: Sequence[int], names: Sequence[str], *, kind: str = "job", 
     """
     sizes, names = tuple(sizes), tuple(names)
     if kind not in KINDS:
-        raise MeshError(f"there is no mesh kind {kind!r}", fix=f"use one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
+        raise MeshError(f"there is no mesh kind {kind!r}", fix=f"use one of {', '.join(KINDS)}")
     check_axes(sizes, names)
     if kind == "job":
         from fparallel.runtime.transport.distributed import join_job
