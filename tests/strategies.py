@@ -63,11 +63,11 @@ def axis_pieces(draw: st.DrawFn, mesh: Mesh) -> list[Axis]:
     """Every axis of the mesh, whole or cut into sub-axes, in any order."""
     pieces = []
     for name, total in mesh.shape.items():
-        cut = draw(st.sampled_from(divisors(total)))
-        if cut in (1, total):
-            pieces.append(Axis(name, total))
-        else:
-            pieces += [Axis(name, cut, 1, total), Axis(name, total // cut, cut, total)]
+        pre = 1
+        while pre < total:
+            size = draw(st.sampled_from([d for d in reversed(divisors(total // pre)) if d > 1]))
+            pieces.append(Axis(name, size, pre, total))
+            pre *= size
     return draw(st.permutations(pieces))
 
 
@@ -89,8 +89,30 @@ def layouts(
         elif place != "replicated":
             axes[place].append(axis)
     reduction = draw(st.sampled_from(["sum", "max", "min"]))
-    dims = [[Factor(size, tuple(axes[d, i])) for i, size in enumerate(chain)] for d, chain in enumerate(chains)]
+    dims = [[Factor(n, tuple(axes[d, i])) for i, n in enumerate(chain)] for d, chain in enumerate(chains)]
     return Layout.of(dims, [(axis, reduction) for axis in pending])
+
+
+@st.composite
+def chains(draw: st.DrawFn, mesh: Mesh, *, max_factors: int = 5, max_numel: int = 1024) -> list[Factor]:
+    """Factors of a tensor, major first, each sharded by some axes: any grouping of them is a layout."""
+    sizes: list[int] = []
+    for _ in range(draw(st.integers(1, max_factors))):
+        room = max_numel // max(1, math.prod(sizes))
+        sizes.append(draw(st.sampled_from([s for s in (2, 4, 3, 1, 6, 5) if s <= room])))
+    axes: list[list[Axis]] = [[] for _ in sizes]
+    for axis in draw(axis_pieces(mesh)):
+        place = draw(st.integers(-1, len(sizes) - 1))
+        if place >= 0:
+            axes[place].append(axis)
+    return [Factor(size, tuple(held)) for size, held in zip(sizes, axes, strict=True)]
+
+
+@st.composite
+def groupings(draw: st.DrawFn, chain: list[Factor]) -> list[list[Factor]]:
+    """The chain cut into dims."""
+    cuts = sorted(draw(st.sets(st.integers(1, len(chain) - 1)))) if len(chain) > 1 else []
+    return [chain[a:b] for a, b in zip([0, *cuts], [*cuts, len(chain)], strict=True)]
 
 
 @st.composite
@@ -104,7 +126,8 @@ def laid_out(draw: st.DrawFn, *, unreduced: bool = True) -> tuple[Mesh, Layout]:
 def laid_out_twice(draw: st.DrawFn, *, unreduced: bool = True) -> tuple[Mesh, Layout, Layout]:
     """A mesh and two layouts of one shape on it."""
     mesh, shape = draw(meshes()), draw(shapes())
-    return mesh, draw(layouts(mesh, shape, unreduced=unreduced)), draw(layouts(mesh, shape, unreduced=unreduced))
+    pair = st.tuples(*[layouts(mesh, shape, unreduced=unreduced)] * 2)
+    return (mesh, *draw(pair))
 
 
 def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -112,23 +135,29 @@ def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) ->
     return (torch.arange(math.prod(shape)) + 1).to(dtype).reshape(shape)
 
 
-def unreduced_shards(value: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
-    """One shard per rank whose reduction is `value`, with something to add, or to compare, on every rank.
+def spread(value: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
+    """One shard per rank that together mean `value`; unreduced parts differ between ranks everywhere.
 
-    Along unreduced axes rank k (of n) holds k for a sum, the first one the rest; and for a max (min) the value less
-    (more) k, a different rank holding the value itself for each element parity is not needed for the law.
+    Of a sum member k of n holds k and member 0 the rest; of a max (min) member x mod n holds x itself,
+    and less (more) on the others.
     """
-    whole = layout.drop_unreduced()
+    whole, axes = layout.drop_unreduced(), layout.unreduced_axes
+    n = math.prod(axis.size for axis in axes)
     shards = []
-    axes = layout.unreduced_axes
-    count = math.prod(axis.size for axis in axes)
     for coords in mesh.rank_coords:
-        part, k = whole.shard(value, coords), 0
+        part, k = whole.shard(value, coords).clone(), 0
         for axis in axes:
             k = k * axis.size + axis.digit(coords)
         if axes and layout.unreduced[0][1] == "sum":
-            part = torch.full_like(part, k) if k else part - count * (count - 1) // 2
+            part = torch.full_like(part, k) if k else part - n * (n - 1) // 2
         elif axes:
-            part = part - k if layout.unreduced[0][1] == "max" else part + k
-        shards.append(part.clone())
+            part = part + (-1 if layout.unreduced[0][1] == "max" else 1) * ((part - k) % n)
+        shards.append(part)
     return shards
+
+
+def index_sets(layout: Layout, mesh: Mesh) -> list[set[int]]:
+    """Per rank the flat global positions that it holds."""
+    iota = torch.arange(math.prod(layout.shape)).reshape(layout.shape)
+    whole = layout.drop_unreduced()
+    return [set(whole.shard(iota, coords).flatten().tolist()) for coords in mesh.rank_coords]

@@ -1,8 +1,8 @@
-"""What a collective does to one tensor, as shapes: which blocks a rank sends, and how it joins what it receives.
+"""What a collective does to one tensor, as shapes: the blocks a rank sends, and how it joins what it gets.
 
-A (local) tensor is viewed as (A, n, B), row-major: B elements inside the factor that the collective works on, A
-outside it. The members of a group are ordered as `Mesh.group(axes, coords)` lists them: by their digits, the last axis
-fastest. Pieces may be uneven or empty; every shape here is exact, without padding.
+A (local) tensor is viewed as (A, n, B), row-major: B elements inside the factor that the collective works on,
+A outside it. The members of a group are ordered as `Mesh.group(axes, coords)` lists them: by their digits,
+the last axis fastest. Pieces may be uneven or empty; every shape here is exact, without padding.
 """
 
 from __future__ import annotations
@@ -16,14 +16,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fparallel.layout import Factor, Layout, align, chunk_sizes, identity, piece, refine_axes, split_factor, typed
-from fparallel.mesh import Axis, Mesh
+from fparallel.layout import (
+    COMBINE,
+    Factor,
+    Layout,
+    align,
+    chunk_sizes,
+    identity,
+    piece,
+    refine_axes,
+    split_factor,
+    typed,
+)
+from fparallel.mesh import Axis, Mesh, axes_text
 from fparallel.schedule.local_ops import narrow
 from fparallel.schedule.segment import Narrowing
 
 Coords = Mapping[str, int]
 View = tuple[int, tuple[int, ...], int]
-COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class AllToAll:
         return outer, sizes[member], inner
 
     def recv_shape(self, member: int) -> tuple[int, int, int]:
-        """The shape to view the block of `member` in before joining; its elements are in the order of sending."""
+        """The shape in which to join the block of `member`; its elements stay in the order of sending."""
         outer, sizes, inner = self.concat
         return outer, sizes[member], inner
 
@@ -52,7 +62,7 @@ class AllToAll:
 
 
 def axis_atoms(*lists: Sequence[Axis]) -> dict[str, tuple[Axis, ...]]:
-    """Per axis name its digits, cut at every sub-axis boundary that occurs; names whose cuts do not nest are left out."""
+    """Per axis name its digits, cut at every sub-axis boundary; names whose cuts do not nest are left out."""
     cuts: dict[str, set[int]] = {}
     totals: dict[str, int] = {}
     for axis in itertools.chain(*lists):
@@ -63,24 +73,23 @@ def axis_atoms(*lists: Sequence[Axis]) -> dict[str, tuple[Axis, ...]]:
         chain = sorted(bounds)
         if len(chain) > 2 and not any(high % low for low, high in itertools.pairwise(chain)):
             total = totals[name]
-            atoms[name] = tuple(Axis(name, high // low, low, total) for low, high in itertools.pairwise(chain))
+            digits = itertools.pairwise(chain)
+            atoms[name] = tuple(Axis(name, high // low, low, total) for low, high in digits)
     return atoms
 
 
 def find_axes(axes: Sequence[Axis], part: Sequence[Axis]) -> int | None:
     """The position of `part` as a contiguous piece of `axes`."""
     part, count = tuple(part), len(part)
-    for i in range(len(axes) - count + 1):
-        if tuple(axes[i : i + count]) == part:
-            return i
-    return None
+    starts = range(len(axes) - count + 1)
+    return next((i for i in starts if tuple(axes[i : i + count]) == part), None)
 
 
 def _locate(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, list[Factor], int]:
-    """(dim, its factors, position of the factor whose axes end with `axes`), after splitting a factor if needed.
+    """(dim, its factors, position of the one whose axes end with `axes`), after splitting a factor if needed.
 
-    A factor that is fully sharded is written together with the next one, so `axes` may stand in the middle of a list:
-    8@dp*tp is (2@dp 4@tp), and gathering dp from it leaves (2 4@tp).
+    A factor that is fully sharded is written together with the next one, so `axes` may stand in the middle of
+    a list: 8@dp*tp is (2@dp 4@tp), and gathering dp from it leaves (2 4@tp).
     """
     for d, dim in enumerate(layout.dims):
         for i, factor in enumerate(dim):
@@ -94,10 +103,12 @@ def _locate(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, list[Factor], 
             parts: tuple[Factor, ...] | None = (Factor(factor.size, held),)
             if end < len(held):
                 rest = chunk_sizes(factor.size, held[:end])[0]
-                parts = split_factor(Factor(factor.size, held), factor.size // rest) if factor.size % rest == 0 else None
+                parts = None
+                if factor.size % rest == 0:
+                    parts = split_factor(Factor(factor.size, held), factor.size // rest)
             if parts is not None and find_axes(parts[0].axes, wanted) == len(parts[0].axes) - len(wanted):
                 return d, [*dim[:i], *parts, *dim[i + 1 :]], i
-    raise AssertionError(f"no factor of {typed(None, layout)} ends with the axes {'*'.join(map(str, axes))}")
+    raise AssertionError(f"no factor of {typed(None, layout)} ends with the axes {axes_text(axes)}")
 
 
 def _view(layout: Layout, axes: tuple[Axis, ...], coords: Coords) -> View:
@@ -117,8 +128,8 @@ def _view(layout: Layout, axes: tuple[Axis, ...], coords: Coords) -> View:
 def gather_geometry(in_layout: Layout, axes: tuple[Axis, ...], coords: Coords) -> View:
     """How an all_gather joins shards on the rank at `coords`.
 
-    Member j's shard is viewed as (A, sizes[j], B); the result, viewed as (A, sum(sizes), B), is their concatenation
-    along the middle in group order.
+    Member j's shard is viewed as (A, sizes[j], B); the result, viewed as (A, sum(sizes), B), is their
+    concatenation along the middle in group order.
     """
     return _view(in_layout, tuple(axes), coords)
 
@@ -126,16 +137,19 @@ def gather_geometry(in_layout: Layout, axes: tuple[Axis, ...], coords: Coords) -
 def scatter_geometry(out_layout: Layout, axes: tuple[Axis, ...], coords: Coords) -> View:
     """How a reduce_scatter cuts the input of the rank at `coords`.
 
-    The input is viewed as (A, sum(sizes), B); member j gets the reduction of the piece of sizes[j] at its place.
+    The input is viewed as (A, sum(sizes), B); member j gets the reduction of the piece of sizes[j] at its
+    place.
     """
     return _view(out_layout, tuple(axes), coords)
 
 
-def all_to_all_geometry(in_layout: Layout, out_layout: Layout, axes: tuple[Axis, ...], coords: Coords) -> AllToAll:
+def all_to_all_geometry(
+    in_layout: Layout, out_layout: Layout, axes: tuple[Axis, ...], coords: Coords
+) -> AllToAll:
     """How an all_to_all moves `axes` from the end of one factor's axes to the end of another's.
 
-    The block that goes to member j has j's piece of the factor that becomes sharded, and this rank's piece of the
-    factor that becomes whole.
+    The block that goes to member j has j's piece of the factor that becomes sharded, and this rank's piece of
+    the factor that becomes whole.
     """
     axes = tuple(axes)
     before: list[int] = []
@@ -158,7 +172,7 @@ def all_to_all_geometry(in_layout: Layout, out_layout: Layout, axes: tuple[Axis,
             before.append(x.piece(coords)[1])
             after.append(y.piece(coords)[1])
     if split < 0 or concat < 0:
-        raise AssertionError(f"all_to_all over {'*'.join(map(str, axes))} does not lead from {in_layout} to {out_layout}")
+        raise AssertionError(f"no all_to_all over {axes_text(axes)} leads from {in_layout} to {out_layout}")
 
     def view(local: list[int], at: int, over: tuple[Axis, ...]) -> View:
         return math.prod(local[:at]), chunk_sizes(local[at], over), math.prod(local[at + 1 :])
@@ -180,9 +194,10 @@ def member_coords(axes: Sequence[Axis], coords: Coords) -> list[dict[str, int]]:
 def permute_sources(
     in_layout: Layout, out_layout: Layout, axes: tuple[Axis, ...], coords: Coords
 ) -> tuple[int, ...] | None:
-    """For each member of the group the member whose shard it takes (maybe its own), both as positions in group order.
+    """For each member of the group the member whose shard it takes (maybe its own), by position in the group.
 
-    Every shard is taken exactly once: the result is a permutation, the same on every member. None if there is none.
+    Every shard is taken exactly once: the result is a permutation, the same on every member. None if there is
+    none.
     """
     members = member_coords(axes, coords)
     has: list[tuple[tuple[int, int], ...]] = [()] * len(members)
@@ -192,8 +207,8 @@ def permute_sources(
         if pair is None:
             return None
         for x, y in zip(*pair, strict=True):
-            has = [h + (x.piece(at),) for h, at in zip(has, members, strict=True)]
-            needs = [n + (y.piece(at),) for n, at in zip(needs, members, strict=True)]
+            has = [(*part, x.piece(at)) for part, at in zip(has, members, strict=True)]
+            needs = [(*part, y.piece(at)) for part, at in zip(needs, members, strict=True)]
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for j, part in enumerate(has):
         if part != needs[j]:
@@ -218,25 +233,24 @@ def _groups(axes: tuple[Axis, ...], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _bound(
-    kind: str, axes: tuple[Axis, ...], in_layout: Layout, out_layout: Layout, mesh: Mesh
-) -> tuple[View | AllToAll | tuple[int, ...] | None, ...]:
-    """The geometry of every rank of the mesh."""
-    result: list[View | AllToAll | tuple[int, ...] | None] = []
-    for coords in mesh.rank_coords:
-        if kind == "all_gather":
-            result.append(gather_geometry(in_layout, axes, coords))
-        elif kind == "reduce_scatter":
-            result.append(scatter_geometry(out_layout, axes, coords))
-        elif kind == "all_to_all":
-            result.append(all_to_all_geometry(in_layout, out_layout, axes, coords))
-        elif kind == "permute":
-            sources = permute_sources(in_layout, out_layout, axes, coords)
-            if sources is None:
-                raise AssertionError(f"{out_layout} is no permutation of the shards of {in_layout}")
-            result.append(sources)
-        else:
-            result.append(None)
+def _views(layout: Layout, axes: tuple[Axis, ...], mesh: Mesh) -> tuple[View, ...]:
+    return tuple(_view(layout, axes, coords) for coords in mesh.rank_coords)
+
+
+@functools.lru_cache(maxsize=4096)
+def _exchanges(src: Layout, dst: Layout, axes: tuple[Axis, ...], mesh: Mesh) -> tuple[AllToAll, ...]:
+    return tuple(all_to_all_geometry(src, dst, axes, coords) for coords in mesh.rank_coords)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sources(src: Layout, dst: Layout, axes: tuple[Axis, ...], mesh: Mesh) -> tuple[int, ...]:
+    """The rank whose shard each rank takes in a permute."""
+    result = []
+    for rank, coords in enumerate(mesh.rank_coords):
+        sources, group = permute_sources(src, dst, axes, coords), _groups(axes, mesh)[rank]
+        if sources is None:
+            raise AssertionError(f"{dst} is no permutation of the shards of {src}")
+        result.append(group[sources[group.index(rank)]])
     return tuple(result)
 
 
@@ -254,52 +268,63 @@ def apply(
     Reductions add in absolute rank order. The results share no storage with each other or with the inputs.
 
     Args:
+      reduce: "sum", "max" or "min" where the step reduces or masks.
       shards: one tensor per rank, of shape in_layout.local_shape(coords of the rank).
 
     Returns:
       One tensor per rank, of shape out_layout.local_shape(coords of the rank).
     """
     axes = tuple(axes)
-    groups = _groups(axes, mesh)
-    bound = _bound(kind, axes, in_layout, out_layout, mesh)
-    results: list[Tensor] = []
-    sums: dict[tuple[int, ...], Tensor] = {}
-    for rank, coords in enumerate(mesh.rank_coords):
-        group, geometry, shard = groups[rank], bound[rank], shards[rank]
-        me = group.index(rank)
-        if kind in ("all_reduce", "reduce_scatter"):
-            total = sums.get(group)
-            if total is None:
-                first, *others = sorted(group)
-                total = shards[first].clone()
-                for other in others:
-                    total = COMBINE[reduce](total, shards[other])
-                sums[group] = total
-            result = total
-        if kind == "all_reduce":
-            result = result.clone()
-        elif kind == "reduce_scatter":
-            outer, sizes, inner = geometry
-            result = result.reshape(outer, sum(sizes), inner).narrow(1, sum(sizes[:me]), sizes[me]).clone()
-        elif kind == "all_gather":
-            outer, sizes, inner = geometry
-            result = torch.cat([shards[r].reshape(outer, n, inner) for r, n in zip(group, sizes, strict=True)], dim=1)
-        elif kind == "all_to_all":
-            blocks = []
-            for j, other in enumerate(group):
-                outer, sizes, inner = bound[other].split
-                whole = shards[other].reshape(outer, sum(sizes), inner)
-                block = whole.narrow(1, sum(sizes[:me]), sizes[me])
-                blocks.append(block.reshape(geometry.recv_shape(j)))
-            result = torch.cat(blocks, dim=1)
-        elif kind == "permute":
-            result = shards[group[geometry[me]]].clone()
-        elif kind == "slice":
-            result = narrow(shard, Narrowing(in_layout, out_layout).resolve(coords)).clone()
-        elif kind == "mask":
-            first_here = not any(axis.digit(coords) for axis in axes)
-            result = shard.clone() if first_here else torch.full_like(shard, identity(reduce, shard.dtype))
-        else:
-            raise AssertionError(f"no collective {kind!r}")
-        results.append(result.reshape(out_layout.local_shape(coords)))
-    return results
+    groups, coords = _groups(axes, mesh), mesh.rank_coords
+    if kind == "all_gather":
+        views = _views(in_layout, axes, mesh)
+        results = [_gather(views[r], [shards[i] for i in groups[r]]) for r in range(mesh.size)]
+    elif kind == "reduce_scatter":
+        views, sums = _views(out_layout, axes, mesh), _sums(groups, reduce, shards)
+        results = [_part(views[r], sums[r], groups[r].index(r)).clone() for r in range(mesh.size)]
+    elif kind == "all_reduce":
+        results = [total.clone() for total in _sums(groups, reduce, shards)]
+    elif kind == "all_to_all":
+        moves = _exchanges(in_layout, out_layout, axes, mesh)
+        results = [_exchange(moves, groups[r], r, shards) for r in range(mesh.size)]
+    elif kind == "permute":
+        results = [shards[i].clone() for i in _sources(in_layout, out_layout, axes, mesh)]
+    elif kind == "slice":
+        how = Narrowing(in_layout, out_layout)
+        results = [narrow(x, how.resolve(at)).clone() for x, at in zip(shards, coords, strict=True)]
+    elif kind == "mask":
+        results = [
+            torch.full_like(x, identity(reduce, x.dtype)) if any(a.digit(at) for a in axes) else x.clone()
+            for x, at in zip(shards, coords, strict=True)
+        ]
+    else:
+        raise AssertionError(f"no collective {kind!r}")
+    return [x.reshape(out_layout.local_shape(at)) for x, at in zip(results, coords, strict=True)]
+
+
+def _gather(view: View, shards: list[Tensor]) -> Tensor:
+    outer, sizes, inner = view
+    return torch.cat([x.reshape(outer, n, inner) for x, n in zip(shards, sizes, strict=True)], dim=1)
+
+
+def _part(view: View, x: Tensor, member: int) -> Tensor:
+    outer, sizes, inner = view
+    return x.reshape(outer, sum(sizes), inner).narrow(1, sum(sizes[:member]), sizes[member])
+
+
+def _exchange(
+    moves: tuple[AllToAll, ...], group: tuple[int, ...], rank: int, shards: Sequence[Tensor]
+) -> Tensor:
+    me = group.index(rank)
+    blocks = [_part(moves[r].split, shards[r], me) for r in group]
+    return torch.cat([x.reshape(moves[rank].recv_shape(j)) for j, x in enumerate(blocks)], dim=1)
+
+
+def _sums(groups: tuple[tuple[int, ...], ...], reduce: str, shards: Sequence[Tensor]) -> list[Tensor]:
+    """The reduction over the group of each rank, in ascending rank."""
+    combine, totals = COMBINE[reduce], {}
+    for group in groups:
+        ranks = tuple(sorted(group))
+        if ranks not in totals:
+            totals[ranks] = functools.reduce(combine, (shards[r] for r in ranks))
+    return [totals[tuple(sorted(group))] for group in groups]
