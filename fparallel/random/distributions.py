@@ -183,9 +183,9 @@ def _normal(words: Tensor, fmt: _Format) -> Tensor:
     A word of a pair gives a sign and either ``u`` or ``y`` in [-pi/4, pi/4); then ``t = y + pi/4``, so that
     ``sqrt 2 cos t = cos y - sin y`` and ``sqrt 2 sin t = cos y + sin y``.
     """
-    first, second = words[..., 0::2], words[..., 1::2]
+    first, second = words[..., 0::2].contiguous(), words[..., 1::2].contiguous()
     radius = _minus_log(first, fmt).sqrt()
-    y = ((second << 1) | 1).to(fmt.dtype) * (math.pi / 4 * 2.0 ** (1 - fmt.bits))
+    y = (second << 1).bitwise_or_(1).to(fmt.dtype).mul_(math.pi / 4 * 2.0 ** (1 - fmt.bits))
     square = y * y
     sin = _horner(square, fmt.sin).mul_(square).mul_(y).add_(y)
     cos = _horner(square, fmt.cos).mul_(square).add_(1.0)
@@ -197,7 +197,7 @@ def _normal(words: Tensor, fmt: _Format) -> Tensor:
 
 def _with_sign(x: Tensor, word: Tensor, fmt: _Format) -> Tensor:
     """``x`` with its sign flipped where the top bit of ``word`` is set."""
-    return (x.view(word.dtype) ^ (word & -(2 ** (fmt.bits - 1)))).view(fmt.dtype)
+    return (word & -(2 ** (fmt.bits - 1))).bitwise_xor_(x.view(word.dtype)).view(fmt.dtype)
 
 
 def _minus_log(words: Tensor, fmt: _Format) -> Tensor:

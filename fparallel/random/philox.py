@@ -54,14 +54,16 @@ def philox4x32(
     Returns:
         Four 32-bit words.
     """
-    c0, c1, c2, c3 = counter
+    shapes = [w.shape for w in (*counter, *key) if isinstance(w, Tensor)]
+    shape = torch.broadcast_shapes(*shapes)
+    c0, c1, c2, c3 = (w.expand(shape) if isinstance(w, Tensor) else w for w in counter)
     k0, k1 = key
     for i in range(rounds):
         if i:
             k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
         high0, low0 = _product(c0, _MULTIPLIERS[0])
         high1, low1 = _product(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = (high1 ^ (c1 ^ k0)) & _MASK, low1, (high0 ^ (c3 ^ k1)) & _MASK, low0
+        c0, c1, c2, c3 = _mix(high1, c1, k0), low1, _mix(high0, c3, k1), low0
     return c0, c1 & _MASK, c2, c3 & _MASK
 
 
@@ -69,6 +71,14 @@ def _product(word: Word, multiplier: int) -> tuple[Word, Word]:
     """The high and the low half of a product; of a tensor, with other bits above the 32 of each."""
     product = word * multiplier
     return product >> 32, product if isinstance(product, Tensor) else product & _MASK
+
+
+def _mix(high: Word, low: Word, key: Word) -> Word:
+    """``high ^ low ^ key``, in place if ``high`` is a tensor: new memory costs more than the arithmetic."""
+    high ^= low
+    high ^= key
+    high &= _MASK
+    return high
 
 
 @dataclass(frozen=True)
