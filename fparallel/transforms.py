@@ -23,6 +23,7 @@ from fparallel.errors import TraceError
 class Recorder(Protocol):
     """What a tracer offers to the functions of this module."""
 
+    def enter_grad(self, leaves: list[Tensor]) -> list[Tensor]: ...
     def mark_grads(self, grads: list[Tensor], leaves: list[Tensor], paths: list[str]) -> list[Tensor]: ...
     def backward_phase(self) -> contextlib.AbstractContextManager[None]: ...
     def call_block(self, fn: Callable, name: str, args: tuple, kwargs: dict) -> Any: ...
@@ -217,6 +218,8 @@ def _differentiate(
         with torch.enable_grad():
             if nested:
                 xs = [leaf.view_as(leaf) if leaf.requires_grad else leaf.detach().requires_grad_() for leaf in leaves]
+            elif recorder is not None:
+                xs = [x.requires_grad_() for x in recorder.enter_grad(leaves)]
             else:
                 xs = [leaf.detach().requires_grad_() for leaf in leaves]
             value, aux = evaluate(xs)
@@ -229,7 +232,7 @@ def _differentiate(
         _grad_depth.reset(token)
     if nested:
         return value, aux, grads
-    value, aux, grads = value.detach(), _detach(aux), [g.detach() for g in grads]
+    value, aux, grads = value.detach(), _detach(aux), [g.detach() if g.requires_grad else g for g in grads]
     if recorder is not None and grads:
         grads = recorder.mark_grads(grads, leaves, paths)
     return value, aux, grads

@@ -30,6 +30,7 @@ class BlockTracing:
     blocks: list[BlockGraph]
     maps: list[MapGraph]
     fake: Callable[..., Tensor]
+    emit: Callable[..., list[Tensor]]
     new_tracer: Callable[..., Tracer]
 
     def __init__(self) -> None:
@@ -60,9 +61,9 @@ class BlockTracing:
             self._block_cache[key] = block
         xs = tensors + block.lifted
         if any(torch.is_grad_enabled() and x.requires_grad for x in xs):
-            outs = _BlockCall.apply(block, *xs)
+            outs = _BlockCall.apply(self, block, *xs)
         else:
-            outs = torch.ops.fparallel.call(xs, block.index)[:-1]
+            outs = self.emit(_OPS.call.default, (xs, block.index), [*block.graph.outputs, _TOKEN])[:-1]
         results = list(block.static_outs)
         for position, out in zip(block.tensor_outs, outs, strict=True):
             results[position] = out
@@ -120,8 +121,9 @@ class BlockTracing:
         num_outs = len(bodies[0].outputs)
         self.maps.append(MapGraph(getattr(fn, "__name__", "map").strip("<>"), bodies, body_of, len(columns), num_outs))
         flat = [x for column in columns for x in column]
-        outs = torch.ops.fparallel.map(flat, shared_tensors, len(self.maps) - 1)
         num = len(body_of)
+        like = [bodies[b].outputs[k] for k in range(num_outs) for b in body_of]
+        outs = self.emit(_OPS.map.default, (flat, shared_tensors, len(self.maps) - 1), like)
         return [[outs[k * num + i] for k in range(num_outs)] for i in range(num)], is_tuple
 
     def _trace_body(self, fn: Callable, row: Sequence[Tensor], shared: list[Any]) -> tuple[Graph, bool]:
@@ -259,9 +261,9 @@ def _trace_joint(
 
 class _BlockCall(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, block: _Block, *xs: Tensor) -> tuple[Tensor, ...]:
-        outs = torch.ops.fparallel.call(list(xs), block.index)
-        ctx.block = block
+    def forward(ctx: Any, recorder: BlockTracing, block: _Block, *xs: Tensor) -> tuple[Tensor, ...]:
+        outs = recorder.emit(_OPS.call.default, (list(xs), block.index), [*block.graph.outputs, _TOKEN])
+        ctx.recorder, ctx.block = recorder, block
         ctx.save_for_backward(*xs, outs[-1])
         ctx.set_materialize_grads(False)
         graph = block.graph
@@ -277,11 +279,15 @@ class _BlockCall(torch.autograd.Function):
             value = graph.outputs[i]
             grad = grads[i]
             tangents.append(torch.zeros(value.shape, dtype=value.dtype, device=token.device) if grad is None else grad)
-        found = iter(torch.ops.fparallel.call_backward(xs, token, tangents, ctx.block.index))
-        return (None, *(next(found) if i in graph.grad_inputs else None for i in range(graph.num_inputs)))
+        args = (xs, token, tangents, ctx.block.index)
+        found = iter(ctx.recorder.emit(_OPS.call_backward.default, args, graph.grads))
+        return (None, None, *(next(found) if i in graph.grad_inputs else None for i in range(graph.num_inputs)))
 
 
 # ---------------------------------------------------------------- the opaque ops
+
+_OPS = torch.ops.fparallel
+_TOKEN = Value((), torch.uint8, "token")
 
 _library = torch.library.Library("fparallel", "FRAGMENT")
 

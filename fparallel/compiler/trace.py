@@ -8,6 +8,7 @@ signature and stay calls.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import sysconfig
@@ -26,6 +27,7 @@ from fparallel._compat import (
     FakeTensorMode,
     current_backward_sequence,
     forward_sequence,
+    fresh_fake,
     functorch_active,
 )
 from fparallel.compiler.blocks import BlockTracing
@@ -44,6 +46,7 @@ _OWN_MODELS = os.path.join(_SKIP[2], "models") + os.sep
 _CONSTANT_LIMIT = 64 * 2**20
 
 
+@functools.lru_cache(maxsize=None)
 def is_user_file(name: str) -> bool:
     """Whether a source file is the user's: neither torch's, Python's nor fparallel's (its models count as a user's)."""
     if name.startswith(_OWN_MODELS):
@@ -99,7 +102,7 @@ class Tracer(TorchDispatchMode):
         else:
             self.recorder.check_constant(tensor)
             value = Value(tuple(tensor.shape), tensor.dtype, f"const{len(self.graph.constants)}")
-            self.graph.constants[value] = tensor.detach()
+            self.graph.constants[value] = tensor
         self.known[id(tensor)] = (value, tensor)
         return value
 
@@ -123,7 +126,7 @@ class Tracer(TorchDispatchMode):
             result = func(*args, **kwargs)
             self.known[id(result)] = (self.value(args[0]), result)
             return result
-        source = self._source()
+        source = self.source()
         if random.is_stateful_random(func) and _draws(func, args, kwargs):
             raise TraceError(
                 f"{func} draws from torch's global random state, which is not a function of the step's arguments",
@@ -138,10 +141,10 @@ class Tracer(TorchDispatchMode):
                 fix="keep shapes and branches independent of data: use torch.where, masks, or fixed sizes",
                 where=source,
             ) from error
-        self._record(func, args, kwargs, out, source)
+        self.record(func, args, kwargs, out, source)
         return out
 
-    def _source(self) -> str:
+    def source(self) -> str:
         if self.recorder.replay_source:
             return self.recorder.replay_source
         sequence = current_backward_sequence()
@@ -151,7 +154,7 @@ class Tracer(TorchDispatchMode):
         self.lines[forward_sequence() - 1] = line
         return line
 
-    def _record(self, func: Any, args: tuple, kwargs: dict, out: Any, source: str) -> None:
+    def record(self, func: Any, args: tuple, kwargs: dict, out: Any, source: str) -> None:
         if func in _ALIASES and isinstance(args[0], Tensor):
             value = self.value(args[0])
             self.known[id(out)] = (value, out)
@@ -161,6 +164,8 @@ class Tracer(TorchDispatchMode):
         recorded_kwargs = {k: _map_tensors(to_value, v) for k, v in kwargs.items()}
         if func._schema.is_mutable:
             self.mutates = True
+        if func is torch.ops.aten._efficientzerotensor.default:
+            func = torch.ops.aten.zeros.default  # what forward-mode AD leaves unmade must be memory in a schedule
         node = Node(str(func), func, recorded_args, recorded_kwargs, [], source, self.recorder.phase)
         for result in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(result, Tensor):
@@ -282,8 +287,14 @@ class StepRecorder(BlockTracing):
         return Tracer(self, lift)
 
     def fake(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        with self.fake_mode:
-            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        return fresh_fake(self.fake_mode, [(tuple(shape), dtype)], self.device)[0]
+
+    def emit(self, op: Any, args: tuple, like: Sequence[Value]) -> list[Tensor]:
+        """Records one opaque op with results of the shapes of `like`, and gives their fakes; no dispatch."""
+        assert self.tracer is not None
+        outs: list[Tensor] = list(fresh_fake(self.fake_mode, [(v.shape, v.dtype) for v in like], self.device))
+        self.tracer.record(op, args, {}, outs, self.tracer.source())
+        return outs
 
     def check_constant(self, tensor: Tensor) -> None:
         if tensor.requires_grad:
@@ -322,8 +333,17 @@ class StepRecorder(BlockTracing):
         finally:
             self.phase = outer
 
+    def enter_grad(self, leaves: list[Tensor]) -> list[Tensor]:
+        """New fakes that stand for the same values, so that autograd starts at them."""
+        assert self.tracer is not None
+        fakes = fresh_fake(self.fake_mode, [(tuple(x.shape), x.dtype) for x in leaves], self.device)
+        for fake, leaf in zip(fakes, leaves, strict=True):
+            self.tracer.known[id(fake)] = (self.tracer.value(leaf), fake)
+        return list(fakes)
+
     def mark_grads(self, grads: list[Tensor], leaves: list[Tensor], paths: list[str]) -> list[Tensor]:
-        return list(torch.ops.fparallel.mark_grads(grads, leaves, paths))
+        like = [Value(tuple(g.shape), g.dtype) for g in grads]
+        return self.emit(torch.ops.fparallel.mark_grads.default, (grads, leaves, paths), like)
 
     def constrain(self, x: Tensor, spec: Any) -> Tensor:
         self.constraints.append(spec)
