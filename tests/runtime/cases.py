@@ -126,8 +126,8 @@ def _pair(
     """The layouts of one tensor before and after."""
     sizes = [[rng.choice(SIZES) for _ in range(rng.randint(1, 2))] for _ in range(rng.randint(1, 3))]
     if numel:
+        sizes = [[rng.choice((1, 2)) for _ in dim] for dim in sizes]
         sizes[0][0] = numel + rng.randint(0, 5)
-        sizes = [[size or 1 for size in dim] for dim in sizes]
     places = [(d, f) for d, dim in enumerate(sizes) for f in range(len(dim))]
     held: dict[tuple[int, int], list[Axis]] = {place: [] for place in places}
     for axis in rest:

@@ -144,7 +144,8 @@ class GlooCommunicator:
                 (staged if from_pool else held).append(flat)
                 works.append(group.send([flat], message.peer, tag + slot))
             for tensor, send, recv in own:
-                recv.of(outputs[tensor]).copy_(send.of(inputs[tensor]).view(recv.of(outputs[tensor]).shape))
+                target = recv.of(outputs[tensor])
+                target.copy_(send.of(inputs[tensor]).reshape(target.shape))
             return _Pending(self, works, held, staged, lambda: finish(arrived, inputs, outputs), then)
 
         return start

@@ -1,0 +1,28 @@
+"""Real processes over gloo compute what the reference says, bit for bit."""
+
+import pytest
+
+from tests.distributed import workers
+from tests.distributed.ranks import Job, check
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
+def test_random_collectives(tmp_path, sizes):
+    """Buckets, uneven and empty shards, sub-axes, every dtype and reduction."""
+    num_ranks = 2 if sizes == (2,) else 4
+    check(Job(workers.random_collectives, num_ranks, tmp_path, sizes, range(40), 0).finish())
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,)])
+def test_large_collectives(tmp_path, sizes):
+    """Parts that travel alone and, over four ranks, all_reduces in two exchanges."""
+    check(Job(workers.random_collectives, sizes[0], tmp_path, sizes, range(100, 110), 90_000).finish())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_steps_equal_the_simulated_transport(tmp_path, num_ranks):
+    check(Job(workers.steps, num_ranks, tmp_path).finish())
+
+
+def test_a_pipeline_sends_and_receives(tmp_path):
+    check(Job(workers.sends, 2, tmp_path).finish())

@@ -1,0 +1,103 @@
+"""What the ranks of the distributed tests do."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from fparallel.runtime.executor import Executor
+from fparallel.runtime.transport.distributed import DistributedTransport
+from fparallel.runtime.transport.simulated import SimulatedTransport
+from fparallel.schedule import COLLECTIVES
+from tests.runtime.cases import mesh_of, random_case
+from tests.runtime.schedules import matmul_over, pipeline
+
+
+def random_collectives(rank: int, num_ranks: int, sizes: Sequence[int], seeds: range, numel: int) -> None:
+    """Random collectives, each equal to the reference in every bit, twice: the second uses buffers again."""
+    mesh = mesh_of(sizes)
+    transport = DistributedTransport(mesh, deadline=60)
+    for seed in seeds:
+        kind = COLLECTIVES[seed % len(COLLECTIVES)]
+        if kind == "permute" and sizes == (2,):
+            continue  # needs two (sub-)axes
+        case = random_case(mesh, seed, kind=kind, numel=numel)
+        executor = Executor(case.schedule(), transport, check=True)
+        expected = case.expected()
+        for step in range(2):
+            (results,) = executor.run([[shards[rank].clone() for shards in case.shards()]])
+            for got, want in zip(results, (per_rank[rank] for per_rank in expected), strict=True):
+                assert got.dtype == want.dtype, case
+                assert torch.equal(got, want), f"rank {rank}, step {step}: {case}"
+
+
+def steps(rank: int, num_ranks: int) -> None:
+    """Whole steps equal the simulated transport's, bit for bit."""
+    schedule, arguments, _ = matmul_over(size=num_ranks)
+    names = ("x", "w")
+
+    def shards(at: dict[str, int]) -> list[torch.Tensor]:
+        return [
+            schedule.buffers[n].layout.shard(v, at).clone() for n, v in zip(names, arguments, strict=True)
+        ]
+
+    simulated = Executor(schedule, SimulatedTransport(num_ranks)).run(
+        [shards(at) for at in schedule.mesh.rank_coords]
+    )
+    executor = Executor(schedule, DistributedTransport(schedule.mesh, deadline=60))
+    for _ in range(3):
+        ((total,),) = executor.run([shards(schedule.mesh.coords(rank))])
+        assert torch.equal(total, simulated[rank][0])
+
+
+def sends(rank: int, num_ranks: int) -> None:
+    schedule = pipeline()
+    executor = Executor(schedule, DistributedTransport(schedule.mesh, deadline=60))
+    for step in range(3):
+        x = torch.arange(4.0) + step
+        (results,) = executor.run([[x]])
+        assert rank == 1 or torch.equal(results[0], x * 2 + 1)
+
+
+def different_constants(rank: int, num_ranks: int) -> None:
+    schedule, _, _ = matmul_over(size=num_ranks)
+    Executor(
+        schedule, DistributedTransport(schedule.mesh, deadline=60), {"c": torch.tensor(float(rank == 2))}
+    )
+
+
+def step_forever(rank: int, num_ranks: int, deadline: float, sleeper: int | None = None) -> None:
+    """Steps until something happens; rank `sleeper` stops stepping after the third, and the others say so."""
+    schedule, arguments, _ = matmul_over(size=num_ranks)
+    transport = DistributedTransport(schedule.mesh, deadline=deadline)
+    executor = Executor(schedule, transport)
+    layouts = [schedule.buffers[name].layout for name in ("x", "w")]
+    at = schedule.mesh.coords(rank)
+    for step in itertools.count():
+        if step == 3:
+            print("stepping", flush=True)
+            threading.Thread(target=_say_when_waiting, args=(transport,), daemon=True).start()
+        if step == 3 and rank == sleeper:
+            threading.Event().wait()
+        executor.run(
+            [[layout.shard(value, at).clone() for layout, value in zip(layouts, arguments, strict=True)]]
+        )
+
+
+def _say_when_waiting(transport: DistributedTransport) -> None:
+    """Prints "waiting" once the rank has been inside one wait for half a second."""
+    while (since := transport.watchdog.since) is None or time.monotonic() - since < 0.5:
+        time.sleep(0.05)
+    print("waiting", flush=True)
+
+
+def stuck(rank: int, num_ranks: int) -> None:
+    """A wait that never comes back to Python, as one inside a C library."""
+    schedule, _, _ = matmul_over(size=num_ranks)
+    transport = DistributedTransport(schedule.mesh, deadline=0.5)
+    with transport.watchdog:
+        threading.Event().wait()
