@@ -1,0 +1,1 @@
+"""fparallel beside its peers on one machine; see README.md."""
