@@ -233,7 +233,7 @@ def _failure(error: BaseException) -> tuple[str, str]:
     return "WRONG", f"{type(error).__name__}: {text[0] if text else ''}"[:300]
 
 
-def check_case(index: int, case: Case, meshes: Sequence[Mesh], expected: Sequence[Any] | None, *, values: bool = True) -> list[Placement]:
+def check_case(index: int, case: Case, meshes: Sequence[Mesh], expected: Sequence[Any], *, values: bool = True) -> list[Placement]:
     """Every dim of every input of one sample, sharded in turn."""
     places = [(i, d) for i, t in enumerate(case.tensors) for d in range(t.dim()) if t.layout is torch.strided and t.shape[d] >= 1]
     traced: Traced | None = None
@@ -243,8 +243,6 @@ def check_case(index: int, case: Case, meshes: Sequence[Mesh], expected: Sequenc
             traced = fp.jit(case.function, mesh=meshes[0], in_shardings=tuple(fp.P() for _ in case.tensors)).trace(*case.tensors)
     except (Exception, TimeoutError) as error:
         return [Placement(index, "", (), -1, *_failure(error))]
-    if expected is None:
-        return [Placement(index, "", (), -1, "WRONG", "traced, though the op itself raises")]
     for mesh in meshes:
         for i, dim in places or [(-1, -1)]:
             path, shape = (case.paths[i], tuple(case.tensors[i].shape)) if i >= 0 else ("", ())
@@ -298,11 +296,11 @@ def check_op(op: Any, *, samples: int = 4, sizes: Sequence[int] = (2,), gradient
         warnings.simplefilter("ignore")
         for index, case in sample_cases(op, samples):
             try:
-                expected: Any = reference(case.function, case.tensors)
+                expected = reference(case.function, case.tensors)
             except Exception:
-                expected = None
+                continue  # the op itself refuses this sample here
             result.placements += check_case(index, case, meshes, expected, values=values)
-            if gradients and expected is not None and result.placements[-1].dim >= 0:
+            if gradients and result.placements[-1].dim >= 0:
                 made = with_gradients(case)
                 if made is not None:
                     found = check_case(index, made[0], meshes[-1:], made[1], values=values)

@@ -1,0 +1,35 @@
+"""Law 1: a step on a mesh equals the step on one device, in its loss, every gradient and every new leaf."""
+
+import pytest
+from hypothesis import given
+
+import fparallel as fp
+from fparallel.testing.models import EXTRAS, LOSSES, OPTIMIZERS
+
+# Each theme draws from all meshes, rules, ZeRO stages and sizes, and leans on one kind of trouble.
+THEMES = {
+    "mlp": fp.testing.cases(kinds=("mlp", "relu", "glu"), max_blocks=3),
+    "attention": fp.testing.cases(kinds=("attention", "parallel", "glu"), losses=("ce", "mean")),
+    "leaves": fp.testing.cases(kinds=("mlp",), extras=EXTRAS, optimizers=OPTIMIZERS, max_blocks=1),
+    "losses": fp.testing.cases(kinds=("mlp", "mixer"), losses=LOSSES, masks=("random", "first", "none", "ones"), max_blocks=1),
+    "torch": fp.testing.cases(kinds=("einsum", "custom", "inplace", "slices", "vmap", "jvp", "energy", "mixer")),
+    "dropout": fp.testing.cases(kinds=("mlp", "glu", "attention"), dropout=True),
+    "axes": fp.testing.cases(kinds=("mlp", "attention"), min_axes=3, max_axes=4, max_blocks=2),
+    "optimizers": fp.testing.cases(kinds=("mlp", "glu"), optimizers=OPTIMIZERS, extras=("fixed", "scalar"), max_blocks=1),
+}
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("theme", THEMES)
+def test_equals_one_device(theme):
+    @given(case=THEMES[theme])
+    def law(case):
+        fp.testing.check(case)
+
+    law()
+
+
+@pytest.mark.timeout(7200)
+@given(case=fp.testing.whole_cases())
+def test_equals_one_device_bit_for_bit_on_whole_numbers(case):
+    fp.testing.check(case)
