@@ -150,7 +150,7 @@ def choose(rule: Rule, operands: Sequence[Operand], out_bytes: float, hints: Seq
     passing: dict[Axis, frozenset[int]] = {}
     causes = []
     for axis in axes:
-        if any(_overlap(axis, other) for used in assigned.values() for other in used):
+        if any(_overlap(axis, other) for used in (*assigned.values(), passing) for other in used):
             continue
         pick, group = _choose_axis(rule, operands, places, wishes, parts, in_parts, out_parts, axis, out_bytes)
         if isinstance(pick, int):

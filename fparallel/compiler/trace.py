@@ -69,6 +69,10 @@ def user_line() -> str:
 class Tracer(TorchDispatchMode):
     """Records the ATen ops that run under it as a Graph."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is ever compiled, and the guard costs 20 us an op
+
     def __init__(self, recorder: StepRecorder, lift: Callable[[Tensor], Value | None] | None = None) -> None:
         super().__init__()
         self.recorder = recorder
@@ -115,6 +119,9 @@ class Tracer(TorchDispatchMode):
             return func(*args, **kwargs)
         if func._schema.name == "aten::_local_scalar_dense":
             _refuse_value_read()
+        if namespace == "prims":  # torch's own reference implementations: the ATen ops that they stand for
+            with self:
+                return func.impl_aten(*args, **kwargs)
         if namespace not in ("fparallel",) and torch._C._dispatch_has_kernel_for_dispatch_key(
             func.name(), "CompositeImplicitAutograd"
         ):
@@ -372,14 +379,26 @@ def trace(fn: Callable, avals: Sequence[tuple[tuple[int, ...], torch.dtype]], na
             raise
         except Exception as error:
             raise explain(error) from error
+    _refuse_complex(graph)
     graph.drop_dead()
     return Program(graph, recorder.blocks, recorder.maps, recorder.constraints), extra[0]
+
+
+def _refuse_complex(graph: Graph) -> None:
+    for value in graph.outputs:
+        if value.dtype.is_complex:
+            raise TraceError(
+                f"the step returns a complex tensor, {value}",
+                fix="return torch.view_as_real(x), or its real and imaginary parts",
+                where=value.node.source if value.node else None,
+            )
 
 
 def explain(error: Exception) -> Exception:
     """A TraceError for what fake tensors cannot do; other exceptions are the user's own and pass unchanged."""
     text = str(error)
-    if "guard" in type(error).__name__.lower() or "data-dependent" in text.lower() or isinstance(
+    unread = "data is not allocated yet" in text or "data-dependent" in text.lower()
+    if "guard" in type(error).__name__.lower() or unread or isinstance(
         error, (DataDependentOutputException, DynamicOutputShapeException)
     ):
         line = error_line(error)
