@@ -1,6 +1,6 @@
 """fparallel: write the training step once, as a pure function for one device, and say where things live."""
 
-from fparallel import optim, random, tree
+from fparallel import optim, random, testing, tree
 from fparallel.api import Compiled, Jitted, Lowered, Traced, eval_shape, jit
 from fparallel.array import Array, ShapeDtypeStruct, device_get, device_put, make_array_from_process_local_data
 from fparallel.compiler.rules import register_rule
@@ -17,6 +17,6 @@ __all__ = [
     "Array", "Compiled", "FparallelError", "FparallelWarning", "Jitted", "Layout", "Lowered", "Mean", "Mesh",
     "NamedSharding", "P", "PartitionSpec", "Rules", "Schedule", "ShapeDtypeStruct", "Traced", "TrainState", "block",
     "dataclass", "device_get", "device_put", "eval_shape", "grad", "jit", "make_array_from_process_local_data", "make_mesh",
-    "map_leaves", "optim", "process_count", "process_index", "random", "register_rule", "static", "sum_squares", "tree",
+    "map_leaves", "optim", "process_count", "process_index", "random", "register_rule", "static", "sum_squares", "testing", "tree",
     "value_and_grad", "with_sharding_constraint",
 ]  # fmt: skip
