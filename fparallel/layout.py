@@ -38,7 +38,14 @@ class Factor:
     size: int
     axes: tuple[Axis, ...] = ()
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.size, self.axes))
+
+    @functools.cached_property
     def num_shards(self) -> int:
         return math.prod(axis.size for axis in self.axes)
 
@@ -148,14 +155,20 @@ class Layout:
     dims: tuple[Dim, ...]
     unreduced: tuple[tuple[Axis, str], ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.unreduced))
+
     @staticmethod
     def of(dims: Iterable[Iterable[Factor]], unreduced: Iterable[tuple[Axis, str]] = ()) -> Layout:
-        pending = sorted(((a, r) for a, r in unreduced if a.size > 1), key=lambda p: (p[0].name, p[0].pre))
-        return Layout(tuple(normal_dim(dim) for dim in dims), tuple(pending))
+        return _normal_layout(tuple(map(tuple, dims)), tuple(unreduced))
 
     @staticmethod
     def replicated(shape: Sequence[int]) -> Layout:
-        return Layout(tuple((Factor(size),) for size in shape))
+        return _replicated(tuple(shape))
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
@@ -268,6 +281,17 @@ class Layout:
         return typed(None, self)
 
 
+@functools.lru_cache(maxsize=65536)
+def _normal_layout(dims: tuple[tuple[Factor, ...], ...], unreduced: tuple[tuple[Axis, str], ...]) -> Layout:
+    pending = sorted(((a, r) for a, r in unreduced if a.size > 1), key=lambda p: (p[0].name, p[0].pre))
+    return Layout(tuple(normal_dim(dim) for dim in dims), tuple(pending))
+
+
+@functools.lru_cache(maxsize=65536)
+def _replicated(shape: tuple[int, ...]) -> Layout:
+    return Layout(tuple((Factor(size),) for size in shape))
+
+
 def atoms_of(axis: Axis, atoms: Mapping[str, tuple[Axis, ...]]) -> tuple[Axis, ...]:
     """The sub-axes of `atoms` that make up `axis`."""
     last = axis.pre * axis.size
@@ -337,9 +361,13 @@ def same_dim(a: Dim, b: Dim) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=65536)
 def same(a: Layout, b: Layout) -> bool:
     """Whether two layouts give every rank the same parts of the tensor."""
+    return a is b or _same(a, b)
+
+
+@functools.lru_cache(maxsize=65536)
+def _same(a: Layout, b: Layout) -> bool:
     if a == b:
         return True
     if len(a.dims) != len(b.dims) or set(_flat(a.unreduced)) != set(_flat(b.unreduced)):

@@ -36,6 +36,10 @@ class Axis:
     def __post_init__(self) -> None:
         if not self.total:
             object.__setattr__(self, "total", self.size)
+        object.__setattr__(self, "_hash", hash((self.name, self.size, self.pre, self.total)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
 
     @property
     def whole(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -177,6 +178,7 @@ class Rules:
     globs: Mapping[str, PartitionSpec | str] = field(default_factory=dict)
     names: Mapping[str, str | tuple[str, ...] | None] = field(default_factory=dict)
     zero_options: Zero | None = None
+    _layouts: dict[Any, Layout] = field(default_factory=dict, compare=False, repr=False)
 
     def __init__(self, globs: Mapping[str, PartitionSpec | str] | None = None, /, **names: str | tuple[str, ...] | None) -> None:
         for pattern, value in (globs or {}).items():
@@ -189,6 +191,7 @@ class Rules:
         object.__setattr__(self, "globs", dict(globs or {}))
         object.__setattr__(self, "names", dict(names))
         object.__setattr__(self, "zero_options", None)
+        object.__setattr__(self, "_layouts", {})
 
     def __hash__(self) -> int:
         return hash((tuple(self.globs.items()), tuple(self.names.items()), self.zero_options))
@@ -244,6 +247,12 @@ class Rules:
 
         A factor smaller than its axis, and dividing it, takes the major sub-axis and is replicated over the rest.
         """
+        key = (spec.dims, tuple(shape), mesh)
+        if key not in self._layouts:
+            self._layouts[key] = self._logical_layout(spec, shape, mesh, path)
+        return self._layouts[key]
+
+    def _logical_layout(self, spec: LogicalSpec, shape: Sequence[int], mesh: Mesh, path: str) -> Layout:
         if not spec.fits(len(shape)):
             raise ShardingError(
                 f"{path} has the logical axes '{spec}' but the shape {list(shape)}",
@@ -370,6 +379,7 @@ class Rules:
             plan.gradient = sharded
 
 
+@functools.lru_cache(maxsize=65536)
 def add_axes(layout: Layout, axes: tuple[Axis, ...]) -> Layout:
     """The layout with `axes` added to the factor that they split with the least imbalance, ties to the first."""
     best: tuple[float, int, int] | None = None

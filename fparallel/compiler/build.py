@@ -304,7 +304,7 @@ def build(
 
 def _results(builder: Builder, results: Sequence[Local]) -> list[str]:
     """The buffers of the outputs, each its own: a value returned twice, or a constant, is copied."""
-    names: list[str] = []
+    names: dict[str, None] = {}
     for i, local in enumerate(results):
         name = builder.name(local, f"out.{i}")
         if name in names or builder.buffers[name].kind == "constant":
@@ -312,8 +312,8 @@ def _results(builder: Builder, results: Sequence[Local]) -> list[str]:
             builder.buffers[fresh] = Buffer(fresh, local.dtype, local.layout)
             builder.copy(name, local, fresh, "copy")
             name = fresh
-        names.append(name)
-    return names
+        names[name] = None
+    return list(names)
 
 
 def _inplace(
@@ -321,6 +321,7 @@ def _inplace(
     donated: frozenset[str], same_place: Sequence[int | None],
 ) -> list[Instr]:  # fmt: skip
     """Lets a result take over the memory of the donated argument that it replaces, where nothing reads that later."""
+    returned = set(results)
     last_read: dict[str, int] = {}
     maker: dict[str, int] = {}
     for i, instr in enumerate(instrs):
@@ -329,16 +330,20 @@ def _inplace(
         for name in instr.writes:
             maker[name] = i
     pairs: dict[int, list[tuple[int, int]]] = {}
+    positions: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
     for result, place in zip(results, same_place, strict=True):
         if place is None or arguments[place] not in donated or result not in maker:
             continue
         argument, at = arguments[place], maker[result]
         instr = instrs[at]
-        if not isinstance(instr, Run) or argument not in instr.ins or last_read[argument] != at or argument in results:
+        if not isinstance(instr, Run) or last_read.get(argument) != at or argument in returned:
             continue
+        if at not in positions:
+            positions[at] = tuple({n: k for k, n in enumerate(names)} for names in (instr.outs, instr.ins))  # type: ignore[assignment]
+        outs, ins = positions[at]
         if buffers[argument].dtype != buffers[result].dtype or not same(buffers[argument].layout, buffers[result].layout):
             continue
-        pairs.setdefault(at, []).append((instr.outs.index(result), instr.ins.index(argument)))
+        pairs.setdefault(at, []).append((outs[result], ins[argument]))
     return [
         Run(instr.segment, instr.ins, instr.outs, instr.label, tuple(pairs[i]), instr.cause) if i in pairs else instr
         for i, instr in enumerate(instrs)

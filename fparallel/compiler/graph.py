@@ -51,7 +51,7 @@ class Value:
 class Node:
     """One op. `args` and `kwargs` hold Values (possibly in lists) and constants; `outs` the results, None if unused."""
 
-    __slots__ = ("args", "kwargs", "op", "outs", "phase", "source", "target")
+    __slots__ = ("_inputs", "args", "kwargs", "op", "outs", "phase", "source", "target")
 
     def __init__(
         self, target: str, op: Any, args: tuple, kwargs: dict[str, Any], outs: list[Value], source: str, phase: str
@@ -63,10 +63,14 @@ class Node:
         self.outs = outs
         self.source = source
         self.phase = phase
+        self._inputs: tuple[Any, Any, list[Value]] | None = None
 
     @property
     def inputs(self) -> list[Value]:
-        return list(values_of(self.args)) + list(values_of(self.kwargs))
+        """All Values among the arguments, in order, with repetitions."""
+        if self._inputs is None or self._inputs[0] is not self.args or self._inputs[1] is not self.kwargs:
+            self._inputs = (self.args, self.kwargs, _collect(self.args, []) + _collect(self.kwargs, []))
+        return self._inputs[2]
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.outs))} = {self.target}({', '.join(map(_text, self.args))})  # {self.phase} {self.source}"
@@ -80,6 +84,18 @@ def _text(arg: Any) -> str:
     if isinstance(arg, (list, tuple)):
         return "[" + ", ".join(map(_text, arg)) + "]"
     return str(arg)
+
+
+def _collect(arg: Any, into: list[Value]) -> list[Value]:
+    if isinstance(arg, Value):
+        into.append(arg)
+    elif isinstance(arg, (list, tuple)):
+        for item in arg:
+            _collect(item, into)
+    elif isinstance(arg, dict):
+        for item in arg.values():
+            _collect(item, into)
+    return into
 
 
 def values_of(arg: Any) -> Iterator[Value]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +52,9 @@ def lower_program(
         if node.target == "fparallel.constrain.default"
     ]  # fmt: skip
     fixed = [layout for plan in inputs for layout in (plan.storage, plan.compute, plan.gradient)]
-    atoms = mesh_atoms(mesh, [*fixed, *(w for w in wanted if w is not None), *constraint_layouts])
+    atoms = mesh_atoms(mesh, {*fixed, *(w for w in wanted if w is not None), *constraint_layouts})
 
+    @functools.cache
     def atomic(layout: Layout) -> Layout:
         split = layout.split_axes(atoms)
         return Layout.of(split.dims, split.unreduced)

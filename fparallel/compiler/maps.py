@@ -208,7 +208,12 @@ def _emit_row(p: Partitioner, node: Node, name: str, body: Graph, row: list[Valu
     dims = tuple((d,) for d in range(len(shape)))
     rule = Rule(list(shape), [dims] * len(row) + [()] * len(shared), [dims] * len(outs), elementwise=True)
     row_node = Node(f"map.{name}", None, (*row, *shared), {}, outs, node.source, node.phase)
-    choice = propagate.choose(rule, p._operands(row_node), float(sum(out.nbytes for out in outs)))
+    operands = p._operands(row_node)
+    key = (name, shape, tuple(operands))
+    choice = p.context.map_choices.get(key)
+    if choice is None:
+        choice = propagate.choose(rule, operands, float(sum(out.nbytes for out in outs)))
+        p.context.map_choices[key] = choice
     locals_ = [
         p.get(value, layout, cause=f"{name} works where its operands lie", source=node.source, phase=node.phase)
         for value, layout in zip([*row, *shared], choice.ins, strict=True)

@@ -71,6 +71,7 @@ class Context:
         self.templates: dict[Any, Template] = {}
         self.decisions: list[Decision] = []
         self.map_bodies: dict[str, Any] = {}
+        self.map_choices: dict[Any, Choice] = {}
         self.constants: dict[Local, torch.Tensor] = {}
 
     def constant(self, value: Value, tensor: torch.Tensor) -> Local:
@@ -133,7 +134,7 @@ class Partitioner:
         out_bytes = float(sum(out.nbytes for out in node.outs))
         choice = propagate.choose(rule, self._operands(node), out_bytes, [self.hints.get(out) for out in node.outs])
         if choice.expand is not None:
-            self._inline(node, expand_node(node, choice.expand))
+            self._inline(node, expand_node(node, choice.expand, self.context.mesh.device))
             return
         self._emit(node, rule, choice)
 
@@ -196,7 +197,7 @@ class Partitioner:
             self.env[value] = [out]
 
     def _without_rule(self, node: Node) -> None:
-        decomposed = expand_node(node, None)
+        decomposed = expand_node(node, None, self.context.mesh.device)
         if decomposed is not None:
             self._inline(node, decomposed)
             return
