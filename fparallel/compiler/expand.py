@@ -10,16 +10,32 @@ from torch import Tensor
 from fparallel._compat import decomposition
 from fparallel.compiler.graph import Graph, Node, map_values
 from fparallel.compiler.trace import StepRecorder
+from fparallel.errors import FparallelError
 from fparallel.transforms import recording
 
 
-def expand_node(node: Node, fn: Callable | None) -> Graph | None:
-    """The graph of fn(*node.args, **node.kwargs) with `node.inputs` as inputs; None if fn is None and torch has none."""
+class _NotApplicableError(Exception):
+    """The decomposition does not cover these arguments."""
+
+
+def expand_node(node: Node, fn: Callable | None, device: str = "cpu") -> Graph | None:
+    """The graph of fn(*node.args, **node.kwargs), with `node.inputs` as inputs, traced on `device`.
+
+    Without `fn` it is torch's decomposition: None if there is none, or none for these arguments.
+    """
+    if fn is not None:
+        return _trace(node, fn, device)
+    fn = decomposition(node.op)
     if fn is None:
-        fn = decomposition(node.op)
-        if fn is None:
-            return None
-    device = str(node.kwargs.get("device") or "cpu")
+        return None
+    try:
+        graph = _trace(node, fn, device)
+    except (_NotApplicableError, FparallelError, NotImplementedError, RuntimeError):
+        return None  # it reads values, or needs what fake tensors lack: the op stays whole
+    return None if any(inner.target == node.target for inner in graph.nodes) else graph
+
+
+def _trace(node: Node, fn: Callable, device: str) -> Graph:
     recorder = StepRecorder(device)
     values = node.inputs
     fakes = [recorder.fake(v.shape, v.dtype) for v in values]
@@ -30,12 +46,12 @@ def expand_node(node: Node, fn: Callable | None) -> Graph | None:
         args = map_values(lambda _: next(rest), node.args)
         kwargs: dict[str, Any] = map_values(lambda _: next(rest), node.kwargs)
         out = fn(*args, **kwargs)
+        if out is NotImplemented:
+            raise _NotApplicableError
         outs = list(out) if isinstance(out, (list, tuple)) else [out]
         return [o if isinstance(o, Tensor) else xs[0].new_zeros(()) for o in outs]
 
     with recording(recorder), recorder.fake_mode:
         graph = recorder.new_tracer().capture(run, fakes, [v.name for v in values])
     graph.drop_dead()
-    if any(inner.target == node.target for inner in graph.nodes) and fn is None:
-        return None
     return graph

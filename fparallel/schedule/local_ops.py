@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,30 +49,98 @@ def arange(runs: list[list[tuple[int, int, int]]], start: float, step: float, dt
     return (index * step + start).to(dtype)
 
 
-def embedding(weight: Tensor, index: Tensor, runs: list[list[tuple[int, int, int]]]) -> Tensor:
+Axis = list[tuple[int, int, int]]
+
+
+def local_position(index: Tensor, runs: Axis) -> tuple[Tensor, Tensor | None]:
+    """Where global indices along a dim lie in this rank's part, and which of them do (None: all).
+
+    Those that lie elsewhere get some position that exists, if any does.
+    """
+    position, held, above = torch.zeros_like(index), None, 0
+    for start, count, stride in runs:
+        digit = index // stride
+        if above:
+            digit = digit % (above // stride)
+        above = stride
+        digit = digit - start
+        inside = (digit >= 0) & (digit < count)
+        held = inside if held is None else held & inside
+        position = position * count + digit
+    return (position, None) if held is None else (torch.where(held, position, 0), held)
+
+
+def _masked(values: Tensor, held: Tensor) -> Tensor:
+    """Zero where a row is not held here (also where the value is NaN)."""
+    return torch.where(held.reshape(held.shape + (1,) * (values.dim() - held.dim())), values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def embedding(weight: Tensor, index: Tensor, runs: list[Axis]) -> Tensor:
     """Rows of a vocabulary-sharded table; zero where the row lies on another rank: an unreduced sum."""
-    start, count, _ = runs[0][0]
-    local = index - start
-    held = (local >= 0) & (local < count)
-    if count == 0:
+    if not weight.shape[0]:
         return weight.new_zeros((*index.shape, weight.shape[1]))
-    rows = torch.nn.functional.embedding(torch.where(held, local, 0), weight)
-    return rows * held.unsqueeze(-1).to(rows.dtype)
+    position, held = local_position(index, runs[0])
+    rows = torch.nn.functional.embedding(position, weight)
+    return rows if held is None else _masked(rows, held)
 
 
-def embedding_backward(
-    grad: Tensor, index: Tensor, runs: list[list[tuple[int, int, int]]], padding_idx: int
-) -> Tensor:
+def embedding_backward(grad: Tensor, index: Tensor, runs: list[Axis], padding_idx: int) -> Tensor:
     """The gradient of the rows of a vocabulary-sharded table that this rank holds."""
-    start, count, _ = runs[0][0]
     flat = index.reshape(-1)
-    local = flat - start
-    held = (local >= 0) & (local < count) & (flat != padding_idx)
+    position, held = local_position(flat, runs[0])
+    used = flat != padding_idx if held is None else held & (flat != padding_idx)
     rows = grad.reshape(flat.shape[0], grad.shape[-1])
-    result = grad.new_zeros((count, rows.shape[1]))
-    if count == 0:
-        return result
-    return result.index_add_(0, torch.where(held, local, 0), rows * held.unsqueeze(-1).to(rows.dtype))
+    result = grad.new_zeros((_count(runs[0]), rows.shape[1]))
+    return result.index_add_(0, position, _masked(rows, used)) if result.shape[0] else result
+
+
+def _count(runs: Axis) -> int:
+    return math.prod(count for _, count, _ in runs)
+
+
+def _local_indices(
+    x: Tensor, indices: list[Tensor | None], sizes: list[int], runs: list[list[Axis] | None], lead: int
+) -> tuple[list[Tensor | None], Tensor | None, list[int]]:
+    """Indices that are local along sharded dims, a mask of what lies here (None: all), and the shape of x[indices]."""
+    made: list[Tensor | None] = []
+    held: Tensor | None = None
+    for index, size, axis in zip(indices, sizes, runs, strict=True):
+        if index is None or axis is None:
+            made.append(index)
+            continue
+        position, mine = local_position(torch.where(index < 0, index + size, index), axis[0])
+        made.append(position)
+        if mine is not None:
+            held = mine if held is None else held & mine
+    common = torch.broadcast_shapes(*(i.shape for i in made if i is not None))
+    rest = [n for n, i in zip(x.shape, made, strict=True) if i is None]
+    if held is not None:
+        held = held.reshape(held.shape + (1,) * (len(rest) - lead))
+    return made, held, [*rest[:lead], *common, *rest[lead:]]
+
+
+def index(x: Tensor, indices: list[Tensor | None], sizes: list[int], runs: list[list[Axis] | None], lead: int) -> Tensor:
+    """x[indices] of a tensor that is sharded along indexed dims: zero where the element lies on another rank.
+
+    `lead`: how many dims of the result come before those of the indices.
+    """
+    made, held, shape = _local_indices(x, indices, sizes, runs, lead)
+    if not x.numel():
+        return x.new_zeros(shape)
+    picked = torch.ops.aten.index.Tensor(x, made)
+    return picked if held is None else torch.where(held, picked, torch.zeros((), dtype=picked.dtype, device=picked.device))
+
+
+def index_put(
+    x: Tensor, values: Tensor, indices: list[Tensor | None], sizes: list[int], runs: list[list[Axis] | None], lead: int
+) -> Tensor:
+    """x with the values added whose positions lie on this rank."""
+    made, held, shape = _local_indices(x, indices, sizes, runs, lead)
+    if not x.numel():
+        return x.clone()
+    if held is not None:
+        values = torch.where(held, values.expand(shape), torch.zeros((), dtype=values.dtype, device=values.device))
+    return torch.ops.aten.index_put.default(x, made, values, True)
 
 
 def sum_squares(tensors: list[Tensor], counted: list[bool], dtype: torch.dtype, device: str) -> Tensor:
@@ -106,14 +178,28 @@ def random(
     return random_shard(key, kind, shape, dtype, low, high, [tuple(r) for r in runs])
 
 
-def unless_empty(target: str, args: list, kwargs: list[tuple[str, object]], num_outs: int) -> tuple[Tensor, ...]:
-    """An attention kernel, or empty results where this rank has no batch or no heads."""
+def or_empty(
+    target: str, args: list, kwargs: list[tuple[str, object]], operands: list[Tensor], shapes: list[list[int]],
+    dtypes: list[torch.dtype],
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    """An operator, or zeros where this rank holds nothing of one of `operands`: few kernels take empty batches."""
+    if all(t.numel() for t in operands):
+        out = operator(target)(*args, **dict(kwargs))
+        return out if isinstance(out, Tensor) else tuple(out[: len(shapes)])
+    made = tuple(operands[0].new_zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    return made if len(made) > 1 else made[0]
+
+
+def operator(target: str) -> Callable[..., Any]:
+    """The operator `aten.mm.default`."""
     namespace, name, overload = target.split(".")
-    op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    if all(t.numel() for t in tensors[:3]):
-        return op(*args, **dict(kwargs))[:num_outs]
-    if "backward" in name:
-        return tuple(torch.zeros_like(t) for t in tensors[1:4])
-    query, _, value = tensors[:3]
-    return query.new_zeros((*query.shape[:3], value.shape[3])), query.new_zeros(query.shape[:3])
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def as_complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.contiguous()).clone()
+
+
+def as_strided(x: Tensor, size: list[int], stride: list[int], offset: int | None) -> Tensor:
+    """The strides are those of a contiguous tensor, which a gathered one need not be."""
+    return x.contiguous().as_strided(size, stride, offset or 0).clone()

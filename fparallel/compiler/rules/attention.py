@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fparallel.compiler.graph import Node
-from fparallel.compiler.rules.reductions import argument
-from fparallel.compiler.rules.registry import Dims, Factors, LocalCall, Placed, Rule, rule
+from fparallel.compiler.rules.registry import Dims, Factors, Rule, argument, local_or_empty, rule
 
 
 def _flops(node: Node) -> int:
@@ -43,7 +42,7 @@ def flash_cpu(node: Node) -> Rule:
     ins = [h.q, h.k, h.v]
     if len(node.inputs) > 3:
         ins.append(h.mask(node.inputs[3].shape, (q[0], q[1], q[2], k[2])))
-    return Rule(h.factors.sizes, ins, [h.out, h.lse], locked=h.locked, flops=_flops(node), local=_guard_empty)
+    return Rule(h.factors.sizes, ins, [h.out, h.lse], locked=h.locked, flops=_flops(node), local=local_or_empty)
 
 
 @rule("aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
@@ -53,18 +52,11 @@ def flash_cpu_backward(node: Node) -> Rule:
     ins = [h.out, h.q, h.k, h.v, h.out, h.lse]
     if len(node.inputs) > 6:
         ins.append(h.mask(node.inputs[6].shape, (q[0], q[1], q[2], k[2])))
-    return Rule(h.factors.sizes, ins, [h.q, h.k, h.v], reduce=_groups(h), locked=h.locked, flops=5 * node.inputs[1].numel * k[2], local=_guard_empty)
+    return Rule(h.factors.sizes, ins, [h.q, h.k, h.v], reduce=_groups(h), locked=h.locked, flops=5 * node.inputs[1].numel * k[2], local=local_or_empty)
 
 
 def _groups(h: _Heads) -> dict[int, str]:
     return {f: "sum" for f in h.heads[1:]}
-
-
-def _guard_empty(placed: Placed) -> LocalCall:
-    """Fused kernels do not take empty batches or heads, which uneven shards can have."""
-    if all(layout.is_even and 0 not in layout.shape for layout in placed.ins):
-        return placed.node.target, placed.node.args, placed.node.kwargs
-    return "local.unless_empty", (placed.node.target, list(placed.node.args), sorted(placed.node.kwargs.items()), len(placed.node.outs)), {}
 
 
 def _cuda_forward(node: Node) -> Rule:
@@ -78,7 +70,7 @@ def _cuda_forward(node: Node) -> Rule:
         is_lse = len(out.shape) >= 3 and out.shape[:2] == (q[0], q[1])
         outs.append((h.batch, h.heads, *(((h.factors.new(s),) if s != 1 else ()) for s in out.shape[2:])) if is_lse else tuple(() for _ in out.shape))
     locked = set(range(len(h.factors.sizes))) - {*h.batch, *h.heads}
-    return Rule(h.factors.sizes, ins, outs, locked=locked, flops=_flops(node))
+    return Rule(h.factors.sizes, ins, outs, locked=locked, flops=_flops(node), local=local_or_empty)
 
 
 def _cuda_backward(node: Node) -> Rule:
@@ -96,7 +88,7 @@ def _cuda_backward(node: Node) -> Rule:
             ins.append(tuple(() for _ in x.shape))
     outs: list[Dims] = [h.q, h.k, h.v] + [tuple(() for _ in out.shape) for out in node.outs[3:]]
     locked = set(range(len(h.factors.sizes))) - {*h.batch, *h.heads}
-    return Rule(h.factors.sizes, ins, outs, reduce=_groups(h), locked=locked, flops=5 * node.inputs[1].numel * k[2])
+    return Rule(h.factors.sizes, ins, outs, reduce=_groups(h), locked=locked, flops=5 * node.inputs[1].numel * k[2], local=local_or_empty)
 
 
 rule(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fparallel.compiler.graph import Node
-from fparallel.compiler.rules.reductions import argument
-from fparallel.compiler.rules.registry import Factors, LocalCall, Placed, Rule, rule
+from fparallel.compiler.rules.registry import Factors, LocalCall, Placed, Rule, argument, rule
 from fparallel.layout import Layout
 from fparallel.schedule.segment import LocalShape, Runs
 
@@ -42,6 +41,14 @@ def fill_value(node: Node) -> Any:
     if "scalar_tensor" in name:
         return node.args[0]
     return 1 if "ones" in name else 0
+
+
+_CONSTANT = ("aten.full.", "aten.zeros", "aten.full_like.", "aten.new_zeros.", "aten.new_full.", "aten.zero.", "aten.fill.Scalar")
+
+
+def is_zeros(node: Node) -> bool:
+    """Whether a node makes a tensor of zeros."""
+    return node.target.startswith(_CONSTANT) and fill_value(node) == 0
 
 
 @rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step")

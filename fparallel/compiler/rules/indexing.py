@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from fparallel.compiler.graph import Node, Value
+from fparallel.compiler.rules.factories import is_zeros
 from fparallel.compiler.rules.pointwise import broadcast_dims
-from fparallel.compiler.rules.registry import Factors, LocalCall, Placed, Rule, rule
+from fparallel.compiler.rules.registry import Dims, Factors, LocalCall, Placed, Rule, argument, local_or_empty, rule
 from fparallel.layout import Layout
 from fparallel.schedule.segment import Runs
 
@@ -76,12 +78,15 @@ def gather(node: Node) -> Rule:
 
     def expansion(src: Any, dim: int, index: Any, **kwargs: Any) -> Any:
         dim %= src.dim()
+        for d in range(src.dim()):
+            src = src if d == dim else src.narrow(d, 0, index.shape[d])
         classes = torch.arange(src.shape[dim], device=src.device)
         hit = index.unsqueeze(dim + 1) == classes.reshape([-1 if d == dim + 1 else 1 for d in range(src.dim() + 1)])
         picked = torch.where(hit, src.unsqueeze(dim), torch.zeros((), dtype=src.dtype, device=src.device))
         return picked.sum(dim + 1).to(src.dtype)
 
-    expand = {along: expansion} if src.dtype.is_floating_point and index.shape[dim] <= 4 else {}
+    few = src.dtype.is_floating_point and index.shape[dim] <= 4
+    expand = {along: expansion} if few and along not in locked else {}
     if not expand:
         locked.add(along)
     return Rule(factors.sizes, [tuple(ins), out], [out], locked=locked, expand=expand)
@@ -128,49 +133,125 @@ def index_select(node: Node) -> Rule:
     return Rule(factors.sizes, [tuple(dims), tuple((picked,) for _ in index.shape)], [tuple(out)], locked=locked)
 
 
+class _Indexed:
+    """The factors of x[indices]: index tensors broadcast to common dims that stand where the first of them stood.
+
+    Along an indexed dim that is sharded every rank picks what it holds, an unreduced sum. An index that counts
+    along the whole of its dim (`logits[arange(T), y]`) is the same factor in source and result.
+    """
+
+    def __init__(self, x: Value, indices: list[Value | None]) -> None:
+        self.indices = [*indices, *[None] * (len(x.shape) - len(indices))]
+        given = [v for v in self.indices if v is not None]
+        self.shape = tuple(torch.broadcast_shapes(*(v.shape for v in given)))
+        self.factors = Factors()
+        self.common = self.factors.dims(self.shape)
+        self.indexed = [d for d, v in enumerate(self.indices) if v is not None]
+        self.own: dict[int, int] = {}  # indexed dims that are factors of their own
+        taken: set[int] = set()
+        dims: list[tuple[int, ...]] = []
+        for d, size in enumerate(x.shape):
+            value = self.indices[d]
+            counted = None if value is None else _counts_along(value, size)
+            at = None if counted is None or value is None else counted + len(self.shape) - len(value.shape)
+            if at is not None and self.shape[at] == size and at not in taken:
+                taken.add(at)
+                dims.append(self.common[at])
+                continue
+            dims.append((self.factors.new(size),))
+            if value is not None:
+                self.own[d] = dims[-1][0]
+        self.x: Dims = tuple(dims)
+        first, last = self.indexed[0], self.indexed[-1]
+        rest = [dims[d] for d in range(len(dims)) if d not in self.indexed]
+        self.lead = first if self.indexed == list(range(first, last + 1)) else 0
+        self.picked: Dims = (*rest[: self.lead], *self.common, *rest[self.lead :])
+        self.ins: list[Dims] = [broadcast_dims(self.common, v.shape, self.shape) for v in given]
+
+    def local_args(self, layout: Layout) -> tuple[list[Any], list[int], list[Any]] | None:
+        """(indices, sizes, runs) per dim of x for local.index(_put); None if no indexed dim is sharded."""
+        runs = [
+            Runs(Layout((dim,))) if d in self.indexed and any(f.axes for f in dim) else None
+            for d, dim in enumerate(layout.dims)
+        ]  # fmt: skip
+        return (list(self.indices), list(layout.shape), runs) if any(runs) else None
+
+
+def _counts_along(value: Value, size: int) -> int | None:
+    """The dim along which an index is 0, 1, ..., size-1 (broadcast over its other dims), or None."""
+    node = value.node
+    if node is None:
+        return None
+    if node.target.startswith("aten.arange."):
+        start = node.args[0] if node.target != "aten.arange.default" else 0
+        step = node.args[2] if node.target == "aten.arange.start_step" and len(node.args) > 2 else 1
+        return 0 if (start, step) == (0, 1) and value.shape == (size,) else None
+    if node.target in ("aten.unsqueeze.default", "aten.view.default", "aten._to_copy.default", "aten.clone.default", "aten.expand.default"):
+        before = _counts_along(node.args[0], size)
+        if before is None:
+            return None
+        if node.target == "aten.expand.default":
+            return before + len(value.shape) - len(node.args[0].shape)
+        if node.target in ("aten.unsqueeze.default", "aten.view.default") and node.args[0].numel == value.numel == size:
+            return next((d for d, n in enumerate(value.shape) if n == size), None)
+        return before if value.shape == node.args[0].shape else None
+    return None
+
+
+def _by_mask(indices: list[Any]) -> bool:
+    return any(isinstance(i, Value) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
 @rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index_tensor(node: Node) -> Rule | None:
-    """Index tensors broadcast to common dims; dims of the source without an index stay sharded."""
-    src, indices = node.args[0], list(node.args[1])
-    if any(isinstance(i, Value) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+    """Dims of the source without an index stay as they are; see `_Indexed` for the others."""
+    x, indices = node.args[0], list(node.args[1])
+    if _by_mask(indices):
         return None
-    factors, ins_src, index_dims, out, locked = _index_factors(src, indices, node.outs[0].shape)
-    ins = [ins_src] + [broadcast_dims(index_dims, v.shape, _index_shape(indices)) for v in indices if v is not None]
-    return Rule(factors.sizes, ins, [out], locked=locked)
+    at = _Indexed(x, indices)
 
+    def local(placed: Placed) -> LocalCall:
+        args = at.local_args(placed.ins[0])
+        if args is None:
+            return node.target, node.args, node.kwargs
+        return "local.index", (x, *args, at.lead), {}
 
-def _index_shape(indices: list[Value | None]) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*(v.shape for v in indices if v is not None)))
-
-
-def _index_factors(src: Value, indices: list[Value | None], out_shape: tuple[int, ...]) -> Any:
-    factors = Factors()
-    src_dims = factors.dims(src.shape)
-    indexed = [d for d, v in enumerate(indices) if v is not None]
-    index_dims = factors.dims(_index_shape(indices))
-    rest = [src_dims[d] for d in range(len(src.shape)) if d not in indexed]
-    contiguous = indexed == list(range(indexed[0], indexed[-1] + 1))
-    if contiguous:
-        out = (*src_dims[: indexed[0]], *index_dims, *src_dims[indexed[-1] + 1 :])
-    else:
-        out = (*index_dims, *rest)
-    locked = {src_dims[d][0] for d in indexed}
-    return factors, src_dims, index_dims, tuple(out), locked
+    own = set(at.own.values())
+    sums = not (x.dtype == torch.bool or x.dtype.is_complex)
+    return Rule(
+        at.factors.sizes, [at.x, *at.ins], [at.picked], reduce=dict.fromkeys(own, "sum") if sums else {},
+        locked=set() if sums else own, local=local,
+    )  # fmt: skip
 
 
 @rule("aten.index_put.default", "aten._unsafe_index_put.default")
 def index_put(node: Node) -> Rule | None:
-    """Dims without an index shard; with accumulate the positions may be sharded too: an unreduced sum."""
-    src, indices, values = node.args[0], list(node.args[1]), node.args[2]
-    if any(isinstance(i, Value) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+    """Dims without an index shard. With accumulate so do indexed dims, and positions: an unreduced sum."""
+    x, indices, values = node.args[0], list(node.args[1]), node.args[2]
+    accumulate = bool(argument(node, "accumulate"))
+    if _by_mask(indices):
         return None
-    picked = (*src.shape,)
-    factors, src_dims, index_dims, picked_dims, locked = _index_factors(src, indices, picked)
-    shape = tuple(factors.sizes[d[0]] for d in picked_dims)
-    ins = [src_dims] + [broadcast_dims(index_dims, v.shape, _index_shape(indices)) for v in indices if v is not None]
-    ins.append(broadcast_dims(picked_dims, values.shape, shape))
-    locked |= {d[0] for d in index_dims}
-    return Rule(factors.sizes, ins, [src_dims], locked=locked)
+    at = _Indexed(x, indices)
+    shape = tuple(math.prod(at.factors.sizes[f] for f in d) for d in at.picked)
+    ins = [at.x, *at.ins, broadcast_dims(at.picked, values.shape, shape)]
+    positions = {f for d in at.common for f in d} - {f for d in at.x for f in d}
+    if not accumulate:
+        return Rule(at.factors.sizes, ins, [at.x], locked=positions | set(at.own.values()) | {f for d in at.common for f in d})
+
+    def local(placed: Placed) -> LocalCall:
+        args = at.local_args(placed.outs[0])
+        if args is None:
+            return node.target, node.args, node.kwargs
+        return "local.index_put", (x, values, *args, at.lead), {}
+
+    def expansion(x: Any, indices: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        return x + torch.zeros_like(x).index_put(indices, values, accumulate=True)
+
+    zeros = x.node is not None and is_zeros(x.node)  # then every rank may start from them
+    return Rule(
+        at.factors.sizes, ins, [at.x], reduce=dict.fromkeys(positions, "sum"), local=local,
+        expand={} if zeros else dict.fromkeys(positions, expansion),
+    )  # fmt: skip
 
 
 @rule("aten.nll_loss_forward.default")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fparallel.compiler.graph import Node
+import torch
+
+from fparallel.compiler.graph import Node, Value
 from fparallel.compiler.rules.pointwise import broadcast_dims
-from fparallel.compiler.rules.registry import Factors, Rule, rule
+from fparallel.compiler.rules.registry import Dims, Factors, LocalCall, Placed, Rule, local_or_empty, rule
+from fparallel.schedule.segment import LocalShape
 
 
 @rule("aten.mm.default")
@@ -57,40 +60,78 @@ def dot(node: Node) -> Rule:
     return Rule([k], [((0,),), ((0,),)], [()], reduce={0: "sum"}, flops=2 * k)
 
 
+@rule("aten.addbmm.default")
+def addbmm(node: Node) -> Rule:
+    bias, a, b = node.inputs
+    factors = Factors()
+    batch, m, k, n = (factors.new(s) for s in (*a.shape, b.shape[-1]))
+    out = ((m,), (n,))
+
+    def expansion(bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+        return bias * beta + a.bmm(b).sum(0) * alpha
+
+    return Rule(
+        factors.sizes, [broadcast_dims(out, bias.shape, node.outs[0].shape), ((batch,), (m,), (k,)), ((batch,), (k,), (n,))], [out],
+        reduce={batch: "sum", k: "sum"}, expand={batch: expansion, k: expansion}, flops=2 * a.numel * b.shape[-1],
+    )  # fmt: skip
+
+
+class _Convolution:
+    """The factors of x (n, i, ...), weight (o, i, ...) or, transposed, (i, o, ...), and result (n, o, ...).
+
+    Space is whole; so are channels in groups.
+    """
+
+    def __init__(self, x: Value, weight: Value, out: Value, *, transposed: bool, groups: int) -> None:
+        self.factors = Factors()
+        self.n, self.i, self.o = (self.factors.new(s) for s in (x.shape[0], x.shape[1], out.shape[1]))
+        self.locked = {self.i, self.o} if groups > 1 else set()
+        first, second = ((self.i, x.shape[1]), (self.o, out.shape[1])) if transposed else ((self.o, out.shape[1]), (self.i, x.shape[1]))
+        channels = tuple((f if size == weight.shape[d] else self._whole(weight.shape[d]),) for d, (f, size) in enumerate((first, second)))
+        self.x: Dims = ((self.n,), (self.i,), *self._space(x))
+        self.out: Dims = ((self.n,), (self.o,), *self._space(out))
+        self.weight: Dims = (*channels, *self._space(weight))
+        self.flops = 2 * (x.numel if transposed else out.numel) * (weight.numel // max(1, weight.shape[0]))
+
+    def _whole(self, size: int) -> int:
+        f = self.factors.new(size)
+        self.locked.add(f)
+        return f
+
+    def _space(self, value: Value) -> Dims:
+        return tuple((self._whole(size),) for size in value.shape[2:])
+
+
 @rule("aten.convolution.default")
 def convolution(node: Node) -> Rule:
-    """Shards over the batch only; channels and space are whole."""
-    return _convolution(node, 2)
+    """Shards over the batch and, without groups, over channels: of the result freely, of the input as a sum."""
+    x, weight, bias = node.args[:3]
+    c = _Convolution(x, weight, node.outs[0], transposed=node.args[6], groups=node.args[8])
 
+    def expansion(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+        return torch.ops.aten.convolution.default(x, weight, None, *rest) + bias.view(-1, *[1] * (x.dim() - 2))
 
-def _convolution(node: Node, operands: int) -> Rule:
-    factors = Factors()
-    batch = factors.new(node.inputs[0].shape[0])
-    ins = [tuple((factors.new(s),) for s in v.shape) for v in node.inputs]
-    ins[0] = ((batch,), *ins[0][1:])
-    outs = [((batch,), *((factors.new(s),) for s in node.outs[0].shape[1:]))]
-    x, w, out = node.inputs[0], node.inputs[1], node.outs[0]
-    flops = 2 * out.numel * (w.numel // max(1, w.shape[0]))
-    if x.shape[0] == 0 or len(x.shape) < 3 or node.args[6]:  # transposed convolutions keep the batch dim as well
-        flops = 2 * x.numel * (w.numel // max(1, w.shape[0]))
-    return Rule(factors.sizes, ins, outs, locked=set(range(len(factors.sizes))) - {batch}, flops=flops)
+    return Rule(
+        c.factors.sizes, [c.x, c.weight] + ([((c.o,),)] if bias is not None else []), [c.out], reduce={c.i: "sum"},
+        expand={c.i: expansion} if bias is not None else {}, locked=c.locked, flops=c.flops, local=local_or_empty,
+    )  # fmt: skip
 
 
 @rule("aten.convolution_backward.default")
 def convolution_backward(node: Node) -> Rule:
-    """Over the batch: the gradients of weight and bias are sums."""
-    grad, x, w = node.inputs
-    factors = Factors()
-    batch = factors.new(x.shape[0])
-
-    def dims(shape: tuple[int, ...], batched: bool) -> tuple[tuple[int, ...], ...]:
-        rest = tuple((factors.new(s),) for s in (shape[1:] if batched else shape))
-        return ((batch,), *rest) if batched else rest
-
-    ins = [dims(grad.shape, True), dims(x.shape, True), dims(w.shape, False)]
+    """The gradients of weight and bias are sums over the batch, that of x over the channels of the result."""
+    grad, x, weight, bias_sizes = node.args[:4]
     mask = node.args[-1]
-    outs = [dims(x.shape, True), dims(w.shape, False), dims((grad.shape[1],), False)]
-    outs = [o if keep else () for o, keep in zip(outs, mask, strict=True)]
-    flops = 4 * grad.numel * (w.numel // max(1, w.shape[0]))
-    return Rule(factors.sizes, ins, outs, reduce={batch: "sum"}, locked=set(range(len(factors.sizes))) - {batch}, flops=flops)
+    c = _Convolution(x, weight, grad, transposed=node.args[7], groups=node.args[9])
+    outs = [c.x, c.weight, ((c.o,),)]
 
+    def local(placed: Placed) -> LocalCall:
+        args = list(node.args)
+        if mask[2] and bias_sizes:
+            args[3] = LocalShape(placed.outs[2])
+        return local_or_empty(placed, tuple(args))
+
+    return Rule(
+        c.factors.sizes, [c.out, c.x, c.weight], [o if keep else () for o, keep in zip(outs, mask, strict=True)],
+        reduce={c.n: "sum", c.o: "sum"}, locked=c.locked, flops=2 * c.flops, local=local,
+    )  # fmt: skip

@@ -8,19 +8,15 @@ from typing import Any
 import torch
 
 from fparallel.compiler.graph import Node
-from fparallel.compiler.rules.registry import Dims, Factors, LocalCall, Placed, Rule, rule
+from fparallel.compiler.rules.registry import Dims, Factors, LocalCall, Placed, Rule, argument, local_or_empty, rule
+from fparallel.schedule.segment import LocalSize
 
 _FIRST = [frozenset((0,))]
 
 
-def argument(node: Node, name: str, default: Any = None) -> Any:
-    """An argument of a node by its name in the op's schema."""
-    for i, spec in enumerate(node.op._schema.arguments):
-        if spec.name == name:
-            if i < len(node.args) and not spec.kwarg_only:
-                return node.args[i]
-            return node.kwargs.get(name, spec.default_value if spec.has_default_value() else default)
-    return default
+def accurate(x: Any) -> Any:
+    """Half precision is computed in float32, as torch's kernels do."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def reduced_dims(node: Node, dim: Any) -> list[int]:
@@ -55,9 +51,8 @@ def mean(node: Node) -> Rule:
     count = math.prod(node.inputs[0].shape[d] for d in dims)
 
     def expansion(x: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype = kwargs.get("dtype")
-        total = x.sum(dims, keepdim, dtype=dtype) if dims else x.sum(dtype=dtype)
-        return total / count
+        dtype = kwargs.get("dtype") or x.dtype
+        return (accurate(x.to(dtype)).sum(dims, keepdim) / count).to(dtype)
 
     made = _reduction(node, dims, keepdim, "sum", linear=_FIRST)
     made.expand = dict.fromkeys(made.reduce, expansion)
@@ -93,7 +88,7 @@ def _locked_version(made: Rule) -> Rule:
 
 
 @rule("aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default", "aten.prod.default", "aten.prod.dim_int",
-      "aten.median.dim", "aten.kthvalue.default", "aten.mode.default")  # fmt: skip
+      "aten.median.dim", "aten.nanmedian.dim", "aten.kthvalue.default", "aten.mode.default")  # fmt: skip
 def whole_reduction(node: Node) -> Rule:
     return _reduction(node, reduced_dims(node, argument(node, "dim")), bool(argument(node, "keepdim", False)), None)
 
@@ -105,11 +100,14 @@ def vector_norm(node: Node) -> Rule:
     made = _reduction(node, dims, keepdim, "sum")
 
     def expansion(x: Any, *args: Any, **kwargs: Any) -> Any:
+        x = accurate(x.to(argument(node, "dtype") or x.dtype))
         if order in (float("inf"), float("-inf")):
-            return x.abs().amax(dims, keepdim) if order > 0 else x.abs().amin(dims, keepdim)
-        if order == 0:
-            return (x != 0).to(node.outs[0].dtype).sum(dims, keepdim)
-        return x.abs().pow(order).sum(dims, keepdim).pow(1 / order)
+            norm = x.abs().amax(dims, keepdim) if order > 0 else x.abs().amin(dims, keepdim)
+        elif order == 0:
+            norm = (x != 0).to(x.dtype).sum(dims, keepdim)
+        else:
+            norm = x.abs().pow(order).sum(dims, keepdim).pow(1 / order)
+        return norm.to(node.outs[0].dtype)
 
     made.expand = dict.fromkeys(made.reduce, expansion)
     return made
@@ -121,10 +119,11 @@ def logsumexp(node: Node) -> Rule:
     made = _reduction(node, dims, keepdim, "sum")
 
     def expansion(x: Any, *args: Any, **kwargs: Any) -> Any:
+        x = accurate(x)
         top = x.amax(dims, True)
         top = torch.where(top.isinf(), torch.zeros_like(top), top)
         total = (x - top).exp().sum(dims, keepdim).log()
-        return total + (top if keepdim else top.sum(dims))
+        return (total + (top if keepdim else top.sum(dims))).to(node.outs[0].dtype)
 
     made.expand = dict.fromkeys(made.reduce, expansion)
     return made
@@ -148,11 +147,11 @@ def softmax(node: Node) -> Rule:
     log = "log" in node.target
 
     def expansion(x: Any, *args: Any, **kwargs: Any) -> Any:
+        x = accurate(x)
         shifted = x - x.amax(dim, keepdim=True)
-        if log:
-            return shifted - shifted.exp().sum(dim, keepdim=True).log()
         exp = shifted.exp()
-        return exp / exp.sum(dim, keepdim=True)
+        out = shifted - exp.sum(dim, keepdim=True).log() if log else exp / exp.sum(dim, keepdim=True)
+        return out.to(node.outs[0].dtype)
 
     return _along(node, {dim} if node.inputs[0].shape else set(), expansion)
 
@@ -163,9 +162,12 @@ def softmax_backward(node: Node) -> Rule:
     log = "log" in node.target
 
     def expansion(grad: Any, out: Any, *args: Any, **kwargs: Any) -> Any:
+        grad, out = accurate(grad), accurate(out)
         if log:
-            return grad - out.exp() * grad.sum(dim, keepdim=True)
-        return out * (grad - (out * grad).sum(dim, keepdim=True))
+            made = grad - out.exp() * grad.sum(dim, keepdim=True)
+        else:
+            made = out * (grad - (out * grad).sum(dim, keepdim=True))
+        return made.to(node.outs[0].dtype)
 
     return _along(node, {dim} if node.inputs[0].shape else set(), expansion)
 
@@ -199,11 +201,13 @@ def variance(node: Node) -> Rule:
     made = _reduction(node, dims, keepdim, "sum")
 
     def expansion(x: Any, *args: Any, **kwargs: Any) -> Any:
+        x = accurate(x)
         center = x.sum(dims, True) / count
         var = (x - center).square().sum(dims, keepdim) / max(0, count - correction)
+        dtype = node.outs[0].dtype
         if "var_mean" in node.target:
-            return var, center if keepdim else center.sum(dims)
-        return var.sqrt() if "std" in node.target else var
+            return var.to(dtype), (center if keepdim else center.sum(dims)).to(dtype)
+        return (var.sqrt() if "std" in node.target else var).to(dtype)
 
     made.expand = dict.fromkeys(made.reduce, expansion)
     return made
@@ -229,12 +233,14 @@ def layer_norm(node: Node) -> Rule:
     count = math.prod(shape)
 
     def expansion(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+        x = accurate(x)
         mean = x.sum(dims, True) / count
         centered = x - mean
         rstd = (centered.square().sum(dims, True) / count + eps).rsqrt()
         out = centered * rstd
         out = out if weight is None else out * weight
-        return out if bias is None else out + bias, mean, rstd
+        out = out if bias is None else out + bias
+        return tuple(value.to(made.dtype) for value, made in zip((out, mean, rstd), node.outs, strict=True))
 
     ins = [full] + [tail for v in (weight, bias) if v is not None]
     return Rule(
@@ -251,6 +257,8 @@ def layer_norm_backward(node: Node) -> Rule:
     count = math.prod(shape)
 
     def expansion(grad: Any, x: Any, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any) -> Any:
+        dtypes = [value.dtype for value in (x, x if weight is None else weight, x if bias is None else bias)]
+        grad, x, mean, rstd = accurate(grad), accurate(x), accurate(mean), accurate(rstd)
         hat = (x - mean) * rstd
         scaled = grad if weight is None else grad * weight
         inner = scaled.sum(dims, True) + hat * (scaled * hat).sum(dims, True)
@@ -258,7 +266,8 @@ def layer_norm_backward(node: Node) -> Rule:
         zero = grad.new_zeros(())
         dw = (grad * hat).sum(leads) if leads else grad * hat
         db = grad.sum(leads) if leads else grad
-        return dx if mask[0] else zero, dw if mask[1] else zero, db if mask[2] else zero
+        made = (value if keep else zero for value, keep in zip((dx, dw, db), mask, strict=True))
+        return tuple(value.to(dtype) for value, dtype in zip(made, dtypes, strict=True))
 
     ins = [full, full, stats, stats] + [tail for v in (weight, bias) if v is not None]
     outs = [full if mask[0] else (), tail if mask[1] else (), tail if mask[2] else ()]
@@ -277,9 +286,12 @@ def rms_norm(node: Node) -> Rule:
     count = math.prod(shape)
 
     def expansion(x: Any, shape: Any, weight: Any, eps: Any) -> Any:
-        rstd = (x.square().sum(dims, True) / count + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        x = accurate(x)
+        rstd = (x.square().sum(dims, True) / count + eps).rsqrt()
         out = x * rstd
-        return out if weight is None else out * weight, rstd
+        out = out if weight is None else out * weight
+        return out.to(node.outs[0].dtype), rstd.to(node.outs[1].dtype)
 
     ins = [full] + [tail for v in (weight,) if v is not None]
     return Rule(factors.sizes, ins, [full, stats], expand=dict.fromkeys([f for d in tail for f in d], expansion))
@@ -296,12 +308,14 @@ def rms_norm_backward(node: Node) -> Rule:
     count = math.prod(shape)
 
     def expansion(grad: Any, x: Any, shape: Any, rstd: Any, weight: Any, mask: Any) -> Any:
+        dtypes = [x.dtype, x.dtype if weight is None else weight.dtype]
+        grad, x, rstd = accurate(grad), accurate(x), accurate(rstd)
         hat = x * rstd
         scaled = grad if weight is None else grad * weight
         dx = (scaled - hat * (scaled * hat).sum(dims, True) / count) * rstd
         dw = (grad * hat).sum(leads) if leads else grad * hat
         zero = grad.new_zeros(())
-        return dx if mask[0] else zero, dw if mask[1] else zero
+        return (dx if mask[0] else zero).to(dtypes[0]), (dw if mask[1] else zero).to(dtypes[1])
 
     return Rule(
         factors.sizes, ins, outs, reduce=dict.fromkeys([f for d in lead for f in d], "sum"),
@@ -311,18 +325,17 @@ def rms_norm_backward(node: Node) -> Rule:
 
 @rule("aten.native_group_norm.default")
 def group_norm(node: Node) -> Rule:
-    """Over the batch only."""
+    """Batch and groups shard; the channels of a group and space are whole."""
+    x, weight, bias, num, channels, space, groups, eps = node.args
     factors = Factors()
-    batch = factors.new(node.inputs[0].shape[0])
-    rest = [tuple((factors.new(s),) for s in v.shape) for v in node.inputs]
-    ins = [((batch,), *rest[0][1:]), *rest[1:]]
-    outs = [((batch,), *((factors.new(s),) for s in out.shape[1:])) for out in node.outs]
+    batch, group, channel = factors.new(num), factors.new(groups), factors.new(channels // groups)
+    rest = tuple((factors.new(s),) for s in x.shape[2:])
+    full = ((batch,), (group, channel), *rest)
+    ins = [full] + [((group, channel),) for v in (weight, bias) if v is not None]
 
     def local(placed: Placed) -> LocalCall:
-        from fparallel.schedule.segment import LocalSize
+        args = (x, weight, bias, LocalSize(placed.ins[0], 0), LocalSize(placed.ins[0], 1), space, LocalSize(placed.outs[1], 1), eps)
+        return local_or_empty(placed, args)
 
-        args = list(node.args)
-        args[3] = LocalSize(placed.ins[0], 0)
-        return node.target, tuple(args), {}
-
-    return Rule(factors.sizes, ins, outs, locked=set(range(len(factors.sizes))) - {batch}, local=local)
+    locked = {channel} | {f for (f,) in rest}
+    return Rule(factors.sizes, ins, [full, ((batch,), (group,)), ((batch,), (group,))], locked=locked, local=local)

@@ -18,6 +18,7 @@ from fparallel.compiler.graph import Node, Value
 from fparallel.errors import RuleError
 from fparallel.layout import Layout
 from fparallel.mesh import Axis
+from fparallel.schedule.segment import LocalShape
 
 Dims = tuple[tuple[int, ...], ...]
 LocalCall = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -44,6 +45,28 @@ class Placed:
 def same_call(placed: Placed) -> LocalCall:
     """The op itself on local tensors."""
     return placed.node.target, placed.node.args, placed.node.kwargs
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """An argument of a node by its name in the op's schema."""
+    for i, spec in enumerate(node.op._schema.arguments):
+        if spec.name == name:
+            if i < len(node.args) and not spec.kwarg_only:
+                return node.args[i]
+            return node.kwargs.get(name, spec.default_value if spec.has_default_value() else default)
+    return default
+
+
+def local_or_empty(placed: Placed, args: tuple[Any, ...] | None = None) -> LocalCall:
+    """The op itself; where uneven shards may leave a rank without any input, its results are zeros there."""
+    node = placed.node
+    args = node.args if args is None else args
+    if all(layout.is_even for layout in placed.ins) or any(0 in layout.shape for layout in placed.ins):
+        return node.target, args, node.kwargs
+    shapes = [LocalShape(layout) for layout in placed.outs]
+    dtypes = [out.dtype for out in node.outs]
+    uneven = [value for value, layout in zip(node.inputs, placed.ins, strict=True) if not layout.is_even]
+    return "local.or_empty", (node.target, list(args), sorted(node.kwargs.items()), uneven, shapes, dtypes), {}
 
 
 @dataclass

@@ -6,8 +6,11 @@ import itertools
 import math
 from typing import Any
 
+import torch
+
 from fparallel.compiler.graph import Node
 from fparallel.compiler.rules.registry import Dims, Factors, LocalCall, Placed, Rule, rule
+from fparallel.errors import RuleError
 from fparallel.schedule.segment import LocalShape
 
 _LINEAR = [frozenset((0,))]
@@ -308,6 +311,47 @@ def diagonal(node: Node) -> Rule:
 
 @rule("aten.triu.default", "aten.tril.default")
 def triangle(node: Node) -> Rule:
-    num = len(node.inputs[0].shape)
-    return _dim_locked_same(node, {num - 1, num - 2})
+    """Where rows or columns are sharded it becomes a mask of global row and column numbers."""
+    shape = node.inputs[0].shape
+    upper = "triu" in node.target
 
+    def expansion(x: Any, diagonal: int = 0) -> Any:
+        rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(1) + diagonal
+        columns = torch.arange(x.shape[-1], device=x.device).unsqueeze(0)
+        return torch.where(columns >= rows if upper else columns <= rows, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+    made = _dim_locked_same(node, {len(shape) - 1, len(shape) - 2})
+    made.expand, made.locked = dict.fromkeys(made.locked, expansion), set()
+    return made
+
+
+@rule("aten.trace.default")
+def trace(node: Node) -> Rule:
+    shape = node.inputs[0].shape
+
+    def expansion(x: Any) -> Any:
+        rows = torch.arange(shape[0], device=x.device).unsqueeze(1)
+        columns = torch.arange(shape[1], device=x.device).unsqueeze(0)
+        return torch.where(rows == columns, x, torch.zeros((), dtype=x.dtype, device=x.device)).sum()
+
+    return Rule(list(shape), [((0,), (1,))], [()], reduce={0: "sum", 1: "sum"}, expand={0: expansion, 1: expansion}, linear=_LINEAR)
+
+
+@rule("aten.as_strided.default")
+def as_strided(node: Node) -> Rule:
+    """Only of an argument, whole: the strides of other values are those of one device, not of the parts of a step."""
+    x, size, stride = node.args[:3]
+    if x.node is not None:
+        raise RuleError(
+            "as_strided reads memory by strides, which a value that the compiler lays out does not have",
+            fix="use unfold, view, transpose or index instead, or call as_strided on an argument of the step",
+            where=node.source,
+        )
+    factors = Factors()
+    ins = [tuple((factors.new(s),) for s in v.shape) for v in (x, node.outs[0])]
+    offset = node.args[3] if len(node.args) > 3 else None
+
+    def local(placed: Placed) -> LocalCall:
+        return "local.as_strided", (x, size, stride, offset), {}
+
+    return Rule(factors.sizes, ins[:1], ins[1:], locked=set(range(len(factors.sizes))), local=local)
