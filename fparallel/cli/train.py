@@ -44,10 +44,11 @@ def train(options: Options) -> None:
     functions, data = make_functions(options), load_data(options)
     first = fp.process_index() == 0
 
-    def jit(function: Callable[..., Any], **kw: Any) -> Any:
+    def jit(function: Callable[..., Any], rules: Any = rules, **kw: Any) -> Any:
         return fp.jit(function, mesh=mesh, rules=rules, compile=options.compile, **kw)
 
-    init, step = jit(functions.init_state), jit(functions.train_step, donate_argnums=0)
+    init = jit(functions.init_state, options.make_rules(activations=False))
+    step = jit(functions.train_step, donate_argnums=0)
     evaluate = jit(functions.evaluate)
     key = fp.random.key(options.seed)
     keys = {
