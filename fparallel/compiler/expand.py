@@ -10,7 +10,6 @@ from torch import Tensor
 from fparallel._compat import decomposition
 from fparallel.compiler.graph import Graph, Node, map_values
 from fparallel.compiler.trace import StepRecorder
-from fparallel.errors import FparallelError
 from fparallel.transforms import recording
 
 
@@ -22,6 +21,9 @@ def expand_node(node: Node, fn: Callable | None, device: str = "cpu") -> Graph |
     """The graph of fn(*node.args, **node.kwargs), with `node.inputs` as inputs, traced on `device`.
 
     Without `fn` it is torch's decomposition: None if there is none, or none for these arguments.
+
+    Raises:
+      TraceError: the decomposition writes into an operand (batch norm's running statistics), or reads a value.
     """
     if fn is not None:
         return _trace(node, fn, device)
@@ -30,8 +32,8 @@ def expand_node(node: Node, fn: Callable | None, device: str = "cpu") -> Graph |
         return None
     try:
         graph = _trace(node, fn, device)
-    except (_NotApplicableError, FparallelError, NotImplementedError, RuntimeError):
-        return None  # it reads values, or needs what fake tensors lack: the op stays whole
+    except (_NotApplicableError, NotImplementedError, RuntimeError):
+        return None  # it needs what fake tensors lack: the op stays whole
     return None if any(inner.target == node.target for inner in graph.nodes) else graph
 
 

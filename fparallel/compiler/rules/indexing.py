@@ -62,7 +62,7 @@ def gather(node: Node) -> Rule:
     dim = node.args[1] % max(1, len(src.shape))
     factors = Factors()
     out = factors.dims(index.shape)
-    if not src.shape or not index.shape:
+    if not src.shape or len(src.shape) != len(index.shape):  # an empty index may have any rank
         return Rule(factors.sizes, [tuple((factors.new(s),) for s in src.shape), out], [out], locked=set(range(len(factors.sizes))))
     along = factors.new(src.shape[dim])
     ins: list[tuple[int, ...]] = []
@@ -116,6 +116,21 @@ def scatter(node: Node) -> Rule:
         locked |= {f for d, size in zip(dims, value.shape, strict=True) for f in d if f >= len(shape)}
         ins.append(dims)
     return Rule(factors.sizes, ins, [out], locked=locked)
+
+
+@rule("aten.index_reduce.default")
+def index_reduce(node: Node) -> Rule:
+    """Dims other than `dim` shard."""
+    x, dim, index, source = node.args[:4]
+    factors = Factors()
+    out = factors.dims(x.shape)
+    picked = factors.new(index.numel)
+    if not x.shape:
+        return Rule(factors.sizes, [(), tuple((picked,) for _ in index.shape), tuple((picked,) for _ in source.shape)], [()], locked={picked})
+    dim %= len(x.shape)
+    source_dims = tuple((picked,) if d == dim else out[d] for d in range(len(source.shape)))
+    ins: list[Dims] = [out, tuple((picked,) for _ in index.shape), source_dims]
+    return Rule(factors.sizes, ins, [out], locked={out[dim][0], picked})
 
 
 @rule("aten.index_select.default")

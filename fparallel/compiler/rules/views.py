@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fparallel.compiler.graph import Node
-from fparallel.compiler.rules.registry import Dims, Factors, LocalCall, Placed, Rule, rule
+from fparallel.compiler.rules.registry import Dims, Factors, LocalCall, Placed, Rule, argument, rule
 from fparallel.errors import RuleError
 from fparallel.schedule.segment import LocalShape
 
@@ -297,16 +297,34 @@ def repeat(node: Node) -> Rule:
 
 @rule("aten.diagonal.default", "aten.diagonal_copy.default")
 def diagonal(node: Node) -> Rule:
-    num = len(node.inputs[0].shape)
-    args = [*node.args[1:], *[0, 0, 1][len(node.args) - 1 :]]
-    args[1] = node.kwargs.get("dim1", args[1])
-    args[2] = node.kwargs.get("dim2", args[2])
-    a, b = args[1] % num, args[2] % num
+    factors, src, out, locked = _diagonal(node, node.inputs[0].shape, node.outs[0].shape)
+    return Rule(factors.sizes, [src], [out], locked=locked, linear=_LINEAR, view=True)
+
+
+@rule("aten.diagonal_scatter.default")
+def diagonal_scatter(node: Node) -> Rule:
+    factors, out, src, locked = _diagonal(node, node.inputs[0].shape, node.inputs[1].shape)
+    return Rule(factors.sizes, [out, src], [out], locked=locked, linear=[frozenset((0, 1))])
+
+
+@rule("aten.diagonal_backward.default")
+def diagonal_backward(node: Node) -> Rule:
+    shape = node.args[1]
+    factors, out, src, locked = _diagonal(node, shape, node.inputs[0].shape)
+
+    def local(placed: Placed) -> LocalCall:
+        return node.target, (node.args[0], LocalShape(placed.outs[0]), *node.args[2:]), {}
+
+    return Rule(factors.sizes, [src], [out], locked=locked, linear=_LINEAR, local=local)
+
+
+def _diagonal(node: Node, shape: tuple[int, ...], diagonal: tuple[int, ...]) -> tuple[Factors, Dims, Dims, set[int]]:
+    """Factors of a tensor and of its diagonal over two dims, which are whole."""
+    a, b = argument(node, "dim1") % len(shape), argument(node, "dim2") % len(shape)
     factors = Factors()
-    src = factors.dims(node.inputs[0].shape)
-    tail = factors.new(node.outs[0].shape[-1])
-    out = (*(d for i, d in enumerate(src) if i not in (a, b)), (tail,))
-    return Rule(factors.sizes, [src], [out], locked={src[a][0], src[b][0], tail}, linear=_LINEAR, view=True)
+    full = factors.dims(shape)
+    tail = factors.new(diagonal[-1])
+    return factors, full, (*(d for i, d in enumerate(full) if i not in (a, b)), (tail,)), {full[a][0], full[b][0], tail}
 
 
 @rule("aten.triu.default", "aten.tril.default")
