@@ -14,6 +14,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import TypeGuard
 
 import torch
 
@@ -192,7 +193,7 @@ class Free:
 Instr = Run | Collective | Send | Recv | Wait | Free
 
 
-def is_async(instr: Instr) -> bool:
+def is_async(instr: Instr) -> TypeGuard[Collective | Send | Recv]:
     """Whether the step is still pending after it has been issued."""
     return isinstance(instr, (Collective, Send, Recv))
 
