@@ -1,0 +1,81 @@
+"""Passes: pure functions from a schedule to a schedule with the same meaning.
+
+| pass | what it does |
+|---|---|
+| `complete` | adds the waits and frees that are missing, in the plainest places |
+| `hoist_reductions` | issues collectives as early as their inputs allow |
+| `bucket` | merges collectives of one kind |
+| `early_free` | frees as early as costs no overlap |
+| `prefetch` | gathers parameters one unit ahead, under a memory budget |
+| `sink_waits` | waits as late as is legal |
+
+Each takes a valid schedule to a valid one, does nothing the second time, and may be left out. None of them
+changes the order of the steps between roles (sends, receives, and collectives over axes along which
+programs differ), so programs that agree and do not deadlock still do neither afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from fparallel.errors import ScheduleError, did_you_mean
+from fparallel.schedule.ir import Schedule
+from fparallel.schedule.passes.bucket import bucket
+from fparallel.schedule.passes.complete import complete
+from fparallel.schedule.passes.early_free import early_free
+from fparallel.schedule.passes.hoist_reductions import hoist_reductions
+from fparallel.schedule.passes.prefetch import prefetch
+from fparallel.schedule.passes.sink_waits import sink_waits
+
+__all__ = [
+    "PASSES",
+    "bucket",
+    "complete",
+    "early_free",
+    "hoist_reductions",
+    "prefetch",
+    "run_passes",
+    "sink_waits",
+]
+
+PASSES: dict[str, Callable[..., Schedule]] = {
+    "complete": complete,
+    "hoist_reductions": hoist_reductions,
+    "bucket": bucket,
+    "early_free": early_free,
+    "prefetch": prefetch,
+    "sink_waits": sink_waits,
+}
+
+
+def run_passes(
+    schedule: Schedule,
+    *,
+    off: Collection[str] = (),
+    bucket_bytes: float = 25e6,
+    memory_budget: float | None = None,
+) -> Schedule:
+    """Runs `PASSES` in their order.
+
+    Args:
+      schedule: runs and communication in program order, with or without waits and frees.
+      off: names of passes to leave out.
+      bucket_bytes: the size up to which `bucket` merges collectives.
+      memory_budget: bytes of device memory per rank that `prefetch` does not exceed.
+
+    Raises:
+      ScheduleError: there is no pass of a name in `off`.
+    """
+    for name in off:
+        if name not in PASSES:
+            raise ScheduleError(
+                f"there is no pass {name!r}", fix=f"use one of PASSES; {did_you_mean(name, PASSES)}"
+            )
+    options: dict[str, dict[str, float | None]] = {
+        "bucket": {"max_bytes": bucket_bytes},
+        "prefetch": {"memory_budget": memory_budget},
+    }
+    for name, run in PASSES.items():
+        if name not in off:
+            schedule = run(schedule, **options.get(name, {}))
+    return schedule

@@ -1,0 +1,165 @@
+"""One collective in place of several."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from fparallel.schedule.ir import Collective, Free, Instr, Program, Run, Schedule, overwritten
+from fparallel.schedule.passes.placement import map_programs, place_frees, place_waits, without_waits
+
+
+def bucket(schedule: Schedule, max_bytes: float = 25e6) -> Schedule:
+    """Merges collectives of one kind, axes, reduction and dtype into one of at most `max_bytes`.
+
+    An earlier collective is delayed to the place of a later one if nothing in between reads its outputs or
+    overwrites its inputs. Gathers of arguments (parameters at rest) are delayed past no run: they merge if
+    the same run needs them. A collective that is larger by itself stays alone. The size is that of the
+    whole tensors on a rank, outside of the collective's own sharding. 25 MB is the default of torch's
+    DistributedDataParallel.
+
+    Before::
+
+        run B2 <b>                (y, w) -> d, g2
+        reduce_scatter[dp sum]    g2 -> g2@shard
+        run B1 <b>                (d, w) -> e, g1
+        reduce_scatter[dp sum]    g1 -> g1@shard
+        free                      y, d, e
+        wait                      g2@shard, g1@shard
+        free                      g2, g1
+        run update <u>            (s, g2@shard, g1@shard) -> s'<=s
+        free                      g2@shard, g1@shard
+
+    After::
+
+        run B2 <b>                (y, w) -> d, g2
+        run B1 <b>                (d, w) -> e, g1
+        reduce_scatter[dp sum]    g2, g1 -> g2@shard, g1@shard
+        free                      y, d, e
+        wait                      g2@shard, g1@shard
+        free                      g2, g1
+        run update <u>            (s, g2@shard, g1@shard) -> s'<=s
+        free                      g2@shard, g1@shard
+
+    Order of steps between roles: kept. A collective whose group spans several programs is left alone,
+    because what stands in between may differ from program to program.
+    """
+    return map_programs(schedule, lambda program: _bucket(schedule, program, max_bytes))
+
+
+def _bucket(schedule: Schedule, program: Program, max_bytes: float) -> list[Instr]:
+    instrs = without_waits(program.instrs)
+    while True:  # a merge may move what kept others apart
+        merged = _merge_once(schedule, program, instrs, max_bytes)
+        if merged is instrs:
+            return place_waits(map(_shortened, merged))
+        instrs = merged
+
+
+@dataclass
+class _Bucket:
+    """Members so far, by position. `frees` are the frees of its inputs since the last member."""
+
+    key: object
+    members: list[int]
+    nbytes: float
+    gathers: bool
+    frees: list[tuple[int, str]] = field(default_factory=list)
+
+
+class _Buckets:
+    """All buckets of a program; of each key the last one may be open."""
+
+    def __init__(self) -> None:
+        self.all: list[_Bucket] = []
+        self.open: dict[object, _Bucket] = {}
+        self.writer: dict[str, _Bucket] = {}
+        self.readers: dict[str, list[_Bucket]] = {}
+        self.late: list[tuple[int, str]] = []  # frees that stand before the bucket that reads the buffer
+
+    def close(self, bucket: _Bucket | None) -> None:
+        if bucket is not None and self.open.get(bucket.key) is bucket:
+            del self.open[bucket.key]
+
+    def see(self, i: int, instr: Instr) -> None:
+        """Closes what cannot be delayed past an instruction."""
+        for name in instr.bufs if isinstance(instr, Free) else instr.reads:
+            self.close(self.writer.get(name))
+        for name in overwritten(instr):
+            for group in self.readers.get(name, ()):
+                self.close(group)
+        if isinstance(instr, Free):
+            for name in instr.bufs:
+                for group in self.readers.get(name, ()):
+                    group.frees.append((i, name))
+        elif isinstance(instr, Run):
+            for group in [group for group in self.open.values() if group.gathers]:
+                self.close(group)
+
+    def add(self, i: int, instr: Collective, key: object, size: int, gathers: bool, max_bytes: float) -> None:
+        group = self.open.get(key)
+        if group is None or group.nbytes + size > max_bytes:
+            group = self.open[key] = _Bucket(key, [], 0, gathers)
+            self.all.append(group)
+        self.late += group.frees
+        group.frees.clear()
+        group.members.append(i)
+        group.nbytes += size
+        for name in instr.ins:
+            self.readers.setdefault(name, []).append(group)
+        self.writer.update(dict.fromkeys(instr.outs, group))
+
+
+def _merge_once(schedule: Schedule, program: Program, instrs: list[Instr], max_bytes: float) -> list[Instr]:
+    arguments = frozenset(program.arguments)
+    buckets = _Buckets()
+    for i, instr in enumerate(instrs):
+        buckets.see(i, instr)
+        if isinstance(instr, Collective) and not schedule.crosses_roles(instr):
+            gathers = instr.kind == "all_gather" and arguments.issuperset(instr.ins)
+            key = (instr.kind, instr.axes, instr.reduce, schedule.buffers[instr.ins[0]].dtype, gathers)
+            buckets.add(i, instr, key, _size(schedule, instr), gathers, max_bytes)
+    groups = [group.members for group in buckets.all if len(group.members) > 1]
+    return _merged(instrs, groups, buckets.late) if groups else instrs
+
+
+def _size(schedule: Schedule, instr: Collective) -> int:
+    return max(sum(schedule.buffers[name].nbytes for name in names) for names in (instr.ins, instr.outs))
+
+
+def _merged(instrs: list[Instr], buckets: list[list[int]], late: list[tuple[int, str]]) -> list[Instr]:
+    merged: list[Instr | None] = list(instrs)
+    for members in buckets:
+        for i in members:
+            merged[i] = None
+        merged[members[-1]] = _join([instr for i in members if isinstance(instr := instrs[i], Collective)])
+    moved: dict[int, set[str]] = {}
+    for i, name in late:
+        moved.setdefault(i, set()).add(name)
+    for i, names in moved.items():
+        free = merged[i]
+        assert isinstance(free, Free)
+        merged[i] = dataclasses.replace(free, bufs=tuple(name for name in free.bufs if name not in names))
+    kept = [
+        instr for instr in merged if instr is not None and not (isinstance(instr, Free) and not instr.bufs)
+    ]
+    return place_frees(kept, [name for _, name in late])
+
+
+def _join(steps: list[Collective]) -> Collective:
+    causes = dict.fromkeys(cause for step in steps for cause in step.cause.split("; ") if cause)
+    return dataclasses.replace(
+        steps[0],
+        ins=tuple(name for step in steps for name in step.ins),
+        outs=tuple(name for step in steps for name in step.outs),
+        cause="; ".join(causes),
+        source=next((step.source for step in steps if step.source), ""),
+    )
+
+
+def _shortened(instr: Instr) -> Instr:
+    """A bucket of many tensors names three causes."""
+    causes = instr.cause.split("; ")
+    if not isinstance(instr, Collective) or len(causes) <= 4:
+        return instr
+    return dataclasses.replace(instr, cause="; ".join([*causes[:3], f"and {len(causes) - 3} more"]))
