@@ -1,0 +1,118 @@
+"""What every pass keeps: validity, values, results; and that doing it twice is doing it once."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fparallel.schedule import Collective, Free, Recv, Run, Schedule, Send, Wait
+from fparallel.schedule.ir import wait_names
+from fparallel.schedule.memory import memory
+from fparallel.schedule.passes import PASSES, bucket, prefetch, run_passes
+from tests.schedule.strategies import any_schedules, training_schedules
+
+
+def dataflow(schedule: Schedule) -> list[Counter[object]]:
+    """Per program what computes each value: runs, sends and receives, and collectives tensor by tensor.
+
+    A name is written once, so that equal multisets are equal graphs.
+    """
+    result = []
+    for program in schedule.programs:
+        steps: Counter[object] = Counter()
+        for instr in program.instrs:
+            if isinstance(instr, Run):
+                steps["run", instr.segment, instr.ins, instr.outs, instr.inplace] += 1
+            elif isinstance(instr, Collective):
+                for source, out in zip(instr.ins, instr.outs, strict=True):
+                    steps[instr.kind, instr.axes, instr.reduce, source, out] += 1
+            elif isinstance(instr, (Send, Recv)):
+                steps[instr] += 1
+        result.append(steps)
+    return result
+
+
+def steps_between_roles(schedule: Schedule) -> list[list[object]]:
+    return [[i for i in program.instrs if schedule.crosses_roles(i)] for program in schedule.programs]
+
+
+def assert_same_meaning(before: Schedule, after: Schedule) -> None:
+    assert dataflow(after) == dataflow(before)
+    assert steps_between_roles(after) == steps_between_roles(before)
+    assert (after.mesh, after.buffers, after.segments) == (before.mesh, before.buffers, before.segments)
+    for old, new in zip(before.programs, after.programs, strict=True):
+        assert (new.role, new.arguments, new.results, new.donated) == (
+            old.role,
+            old.arguments,
+            old.results,
+            old.donated,
+        )
+
+
+@pytest.mark.parametrize("name", PASSES)
+@given(schedule=any_schedules())
+def test_a_valid_schedule_stays_valid_and_means_the_same(name, schedule):
+    after = PASSES[name](schedule)
+    after.verify()
+    assert_same_meaning(schedule, after)
+    assert PASSES[name](after) == after
+
+
+@given(
+    raw=any_schedules(raw=True), off=st.sets(st.sampled_from([name for name in PASSES if name != "complete"]))
+)
+def test_any_subset_of_the_passes_makes_a_raw_schedule_valid(raw, off):
+    after = run_passes(raw, off=off)
+    after.verify()
+    assert_same_meaning(raw, after)
+
+
+@given(raw=any_schedules(raw=True), max_bytes=st.sampled_from([0, 100, 500, 2000, 25e6]))
+def test_buckets_keep_their_bound_and_their_dtype(raw, max_bytes):
+    after = bucket(raw, max_bytes)
+    assert_same_meaning(raw, after)
+    for program in after.programs:
+        for instr in program.instrs:
+            if isinstance(instr, Collective) and len(instr.ins) > 1:
+                buffers = after.buffers
+                size = max(sum(buffers[n].nbytes for n in names) for names in (instr.ins, instr.outs))
+                assert size <= max_bytes
+                assert len({buffers[name].dtype for name in (*instr.ins, *instr.outs)}) == 1
+
+
+@given(raw=training_schedules(raw=True), room=st.sampled_from([0, 300, 1000, 10**9]))
+def test_prefetch_stays_within_the_memory_budget(raw, room):
+    before = run_passes(raw, off=["prefetch"])
+    budget = memory(before).peak() + room
+    after = prefetch(before, memory_budget=budget)
+    after.verify(memory_budget=budget)
+    assert_same_meaning(before, after)
+    assert prefetch(after, memory_budget=budget) == after
+
+
+@given(raw=any_schedules(raw=True))
+def test_freeing_early_never_raises_the_peak(raw):
+    late = run_passes(raw, off=["early_free", "prefetch"])
+    early = run_passes(raw, off=["prefetch"])
+    assert memory(early).peak() <= memory(late).peak()
+
+
+@given(schedule=any_schedules())
+def test_early_free_places_the_waits_that_sink_waits_would(schedule):
+    early = PASSES["early_free"](schedule)
+    assert PASSES["sink_waits"](early) == early
+
+
+@given(schedule=any_schedules())
+def test_the_instruction_after_a_wait_needs_every_step_that_the_wait_is_for(schedule):
+    for program in PASSES["sink_waits"](schedule).programs:
+        pending: list[Collective | Send | Recv] = []
+        for instr, follower in zip(program.instrs, program.instrs[1:], strict=False):
+            if isinstance(instr, (Collective, Send, Recv)):
+                pending.append(instr)
+            elif isinstance(instr, Wait):
+                touched = set(follower.bufs) if isinstance(follower, Free) else set(follower.reads)
+                waited = [step for step in pending if set(wait_names(step)) & set(instr.bufs)]
+                assert all(touched & {*step.reads, *step.writes} for step in waited)
+                pending = [step for step in pending if step not in waited]
