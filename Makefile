@@ -39,7 +39,8 @@ test-full: env
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --hypothesis-profile=full $(ARGS)
 
 opcheck: env
-	$(BIN)/python tests/opcheck.py --out docs/ops.md $(ARGS)
+	@mkdir -p docs
+	$(BIN)/python -m fparallel.testing.opcheck --out docs/ops.md $(ARGS)
 
 lint: env
 	$(BIN)/ruff check .

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from beartype import beartype
+from jaxtyping import TypeCheckError, jaxtyped
 
 import fparallel as fp
 from fparallel.models import generate, gpt, llama, presets
@@ -192,3 +194,14 @@ def test_more_tokens_than_positions_are_refused():
     params = gpt.init_params(fp.random.key(0), GPT)
     with pytest.raises(ModelError, match="8 tokens, but the model has 7 positions"):
         gpt.forward(params, torch.zeros(1, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("model", "cfg"), MODELS)
+def test_the_annotations_are_the_shapes(model, cfg):
+    checked = jaxtyped(typechecker=beartype)(model.forward)
+    params, tokens = model.init_params(fp.random.key(0), cfg), make_batch(cfg.vocab)["tokens"]
+    assert checked(params, tokens).shape == (3, 7, cfg.vocab)
+    with pytest.raises(TypeCheckError):
+        checked(params, tokens[0])
+    with pytest.raises(TypeCheckError):
+        checked(params, tokens.float())
