@@ -56,9 +56,7 @@ def microseconds(num_ranks: int, *, collectives: bool) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     local, moving = microseconds(1, collectives=False), microseconds(2, collectives=True)
-    print(
-        f"executor: {local:.2f} us per run or free, {moving:.2f} us with simulated all_reduces"
-    )
+    print(f"executor: {local:.2f} us per run or free, {moving:.2f} us with simulated all_reduces")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from fparallel.runtime.segments import (
 )
 from fparallel.schedule.segment import LocalOp, Ref, Segment, map_refs, refs_of
 
-BLOCK = 32768  # elements: 128 KiB of float32, so that a few operands fit in a second-level cache
+BLOCK = 65536  # elements; see benchmarks/elementwise.py
 
 # Operators whose function in `torch` takes the same arguments and `out=`, which computes the same bits.
 _WITH_OUT = frozenset(

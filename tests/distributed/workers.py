@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from fparallel.runtime.executor import Executor
+from fparallel.runtime.transport import gloo
 from fparallel.runtime.transport.distributed import DistributedTransport
 from fparallel.runtime.transport.simulated import SimulatedTransport
 from fparallel.schedule import COLLECTIVES
@@ -20,6 +21,7 @@ from tests.runtime.schedules import matmul_over, pipeline
 def random_collectives(rank: int, num_ranks: int, sizes: Sequence[int], seeds: range, numel: int) -> None:
     """Random collectives, each equal to the reference in every bit, twice: the second uses buffers again."""
     mesh = mesh_of(sizes)
+    gloo.CHUNKED = 1 << 16
     transport = DistributedTransport(mesh, deadline=60)
     for seed in seeds:
         kind = COLLECTIVES[seed % len(COLLECTIVES)]

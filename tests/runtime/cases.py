@@ -149,8 +149,9 @@ def _pair(
     if kind == "all_reduce":
         return layout({}, axes), layout({})
     if kind == "all_to_all":
-        pair = layout({at: axes}), layout({other: axes})
-        return None if pair[0] == pair[1] else pair
+        if at == other or sizes[at[0]][at[1]] < 2 or sizes[other[0]][other[1]] < 2:
+            return None  # nothing moves, or the axes of the two factors cannot be told apart
+        return layout({at: axes}), layout({other: axes})
     if len(axes) < 2:
         return None
     if at == other:

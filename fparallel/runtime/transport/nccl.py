@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fparallel._compat import all_gather_single, reduce_scatter_single
 from fparallel.runtime.exchange import Cut, Exchange
 from fparallel.runtime.transport.base import Issue
 
@@ -77,7 +78,7 @@ class NcclCommunicator:
         gathered = outputs[0].new_empty(len(sizes) * wide)
         mine = gathered.new_empty(wide)
         _pack(_parts(exchange, exchange.me, sends=True), inputs, mine)
-        dist.all_gather_into_tensor(gathered, mine, group=self.group)
+        all_gather_single(gathered, mine, group=self.group)
         for peer, flat in enumerate(gathered.split(wide)):
             _unpack(_parts(exchange, peer, sends=False), flat, outputs)
 
@@ -92,7 +93,7 @@ class NcclCommunicator:
         for parts, flat in zip(by_peer, given.split(wide), strict=True):
             _pack(parts, inputs, flat)
         mine = given.new_empty(wide)
-        dist.reduce_scatter_tensor(mine, given, op=_OPS[exchange.reduce], group=self.group)
+        reduce_scatter_single(mine, given, op=_OPS[exchange.reduce], group=self.group)
         _unpack(_parts(exchange, exchange.me, sends=False), mine, outputs)
 
     def _all_reduce(self, exchange: Exchange, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
