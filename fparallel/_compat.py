@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed
 import torch.utils._pytree as _torch_pytree
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -22,11 +23,13 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "all_gather_single",
     "current_backward_sequence",
     "decomposition",
     "forward_sequence",
     "fresh_fake",
     "functorch_active",
+    "reduce_scatter_single",
     "register_torch_pytree",
     "returns_list",
 ]
@@ -112,3 +115,10 @@ def fresh_fake(mode: FakeTensorMode, shapes: Sequence[tuple[tuple[int, ...], tor
             fake.__dict__.update(state)
             fakes.append(fake)
     return fakes
+
+
+# torch 2.13 renamed two collectives and warns about their old names.
+all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+reduce_scatter_single = (
+    getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
+)
