@@ -103,6 +103,12 @@ class _Parts:
                 result.update(dict.fromkeys(factor.axes, part))
         return result
 
+    def apart(self, part: int) -> list[int]:
+        """The parts that never stand in one dim with `part`."""
+        every = [self.parts(factors) for dims in (*self.rule.ins, *self.rule.outs) for factors in dims]
+        together = {p for dim in every if part in dim for p in dim}
+        return [p for p in range(len(self.sizes)) if p not in together]
+
     def order(self, layout: Layout, dims: Sequence[Sequence[int]]) -> dict[int, tuple[Axis, ...]]:
         result = {}
         for dim, factors in zip(layout.dims, dims, strict=True):
@@ -152,7 +158,8 @@ def choose(rule: Rule, operands: Sequence[Operand], out_bytes: float, hints: Seq
     for axis in axes:
         if any(_overlap(axis, other) for used in (*assigned.values(), passing) for other in used):
             continue
-        pick, group = _choose_axis(rule, operands, places, wishes, parts, in_parts, out_parts, axis, out_bytes)
+        apart = {p for q, used in assigned.items() if any(a.name == axis.name for a in used) for p in parts.apart(q)}
+        pick, group = _choose_axis(rule, operands, places, wishes, parts, in_parts, out_parts, axis, out_bytes, apart)
         if isinstance(pick, int):
             assigned.setdefault(pick, []).append(axis)
         elif pick == "U":
@@ -169,8 +176,9 @@ def _overlap(a: Axis, b: Axis) -> bool:
 
 def _choose_axis(
     rule: Rule, operands: Sequence[Operand], places: list[list[dict[Axis, Place]]], wishes: list[dict[Axis, Place]],
-    parts: _Parts, in_parts: list[set[int]], out_parts: set[int], axis: Axis, out_bytes: float,
+    parts: _Parts, in_parts: list[set[int]], out_parts: set[int], axis: Axis, out_bytes: float, apart: set[int],
 ) -> tuple[Place, frozenset[int]]:  # fmt: skip
+    """The place of one axis. `apart`: parts that would tear this axis from its other sub-axes."""
     n = axis.size
     states: list[list[Place]] = [[place.get(axis) for place in versions] for versions in places]
 
@@ -178,10 +186,13 @@ def _choose_axis(
         return isinstance(part, int) and parts.factor_of[part] not in rule.locked
 
     candidates: list[Place] = sorted({s for versions in states for s in versions if usable(s)})
-    candidates += sorted({wish[axis] for wish in wishes if usable(wish.get(axis))} - set(candidates))
     wished = {wish.get(axis) for wish in wishes}
-    candidates.append(None)
+    firm = sorted(p for p in wished if usable(p))
     group = _passing_group(rule, operands, states)
+    if firm:
+        candidates = firm
+    else:
+        candidates.append(None)
     if group is not None:
         candidates.append("U")
     best: tuple[float, int, Place] | None = None
@@ -207,6 +218,8 @@ def _choose_axis(
                 cost += 2 * out_bytes * (n - 1) / n
             if factor in rule.expand:
                 cost += 0.01 * out_bytes
+            if candidate in apart:
+                cost += out_bytes
             rank = 0 if candidate in out_parts else 1
             if candidate in wished:
                 rank = -1
@@ -229,10 +242,16 @@ def _passing_group(rule: Rule, operands: Sequence[Operand], states: list[list[Pl
         kinds = {kind for _, kind in operands[i].layouts[0].unreduced}
         if kinds != {"sum"} and not rule.passes_any:
             return None
+    if _largest_result(rule) > sum(operands[i].numel for i in pending):
+        return None  # a broadcast: the sum is smaller before it
     for group in rule.linear:
         if pending <= group:
             return group
     return None
+
+
+def _largest_result(rule: Rule) -> int:
+    return max((math.prod(rule.sizes[f] for factors in dims for f in factors) for dims in rule.outs), default=0)
 
 
 def _sort_axes(assigned: dict[int, list[Axis]], operands: Sequence[Operand], rule: Rule, parts: _Parts) -> None:
