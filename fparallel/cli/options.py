@@ -202,7 +202,7 @@ class Options:
             logical["batch"] = _DATA_AXIS
         if _TENSOR_AXIS in shape:
             logical |= dict.fromkeys(("heads", "mlp", "vocab"), _TENSOR_AXIS)
-            if self.model == "llama" and (self.kv_heads or self.heads) % shape[_TENSOR_AXIS] == 0:
+            if self.model == "llama":
                 logical["kv_heads"] = _TENSOR_AXIS
         logical |= self._extra_rules()
         used = {_DATA_AXIS} if self.zero_stage else set()

@@ -159,7 +159,10 @@ def choose(rule: Rule, operands: Sequence[Operand], out_bytes: float, hints: Seq
         if any(_overlap(axis, other) for used in (*assigned.values(), passing) for other in used):
             continue
         apart = {p for q, used in assigned.items() if any(a.name == axis.name for a in used) for p in parts.apart(q)}
-        pick, group = _choose_axis(rule, operands, places, wishes, parts, in_parts, out_parts, axis, out_bytes, apart)
+        joins = any(other.name == axis.name for other in passing)
+        pick, group = _choose_axis(
+            rule, operands, places, wishes, parts, in_parts, out_parts, axis, out_bytes, apart, joins
+        )
         if isinstance(pick, int):
             assigned.setdefault(pick, []).append(axis)
         elif pick == "U":
@@ -177,8 +180,14 @@ def _overlap(a: Axis, b: Axis) -> bool:
 def _choose_axis(
     rule: Rule, operands: Sequence[Operand], places: list[list[dict[Axis, Place]]], wishes: list[dict[Axis, Place]],
     parts: _Parts, in_parts: list[set[int]], out_parts: set[int], axis: Axis, out_bytes: float, apart: set[int],
+    joins: bool,
 ) -> tuple[Place, frozenset[int]]:  # fmt: skip
-    """The place of one axis. `apart`: parts that would tear this axis from its other sub-axes."""
+    """The place of one axis.
+
+    Args:
+      apart: parts that would tear this axis from its other sub-axes.
+      joins: whether another sub-axis of the same mesh axis stays unreduced, so that one reduction can do both.
+    """
     n = axis.size
     states: list[list[Place]] = [[place.get(axis) for place in versions] for versions in places]
 
@@ -193,6 +202,8 @@ def _choose_axis(
         candidates = firm
     else:
         candidates.append(None)
+        if rule.flops:
+            candidates = [c for c in candidates if c not in apart]
     if group is not None:
         candidates.append("U")
     best: tuple[float, int, Place] | None = None
@@ -207,7 +218,7 @@ def _choose_axis(
             moves = []
             for layout, now in zip(op.layouts, versions, strict=True):
                 nbytes = layout.max_local_numel * op.itemsize
-                moves.append(_transition(now, target, nbytes, op.numel, n))
+                moves.append(_transition(now, target, nbytes, 0 if joins else op.numel, n))
             move = min(moves)
             if isinstance(candidate, int) and candidate in in_parts[i] and target not in versions:
                 aligned = False
@@ -218,8 +229,6 @@ def _choose_axis(
                 cost += 2 * out_bytes * (n - 1) / n
             if factor in rule.expand:
                 cost += 0.01 * out_bytes
-            if candidate in apart:
-                cost += out_bytes
             rank = 0 if candidate in out_parts else 1
             if candidate in wished:
                 rank = -1

@@ -111,12 +111,10 @@ def test_the_mesh_axes_imply_the_rules():
     }
 
 
-def test_key_value_heads_are_sharded_where_they_divide_evenly():
-    def kv(tp: int, kv_heads: int | None) -> str | None:
-        return rules_of(mesh=f"tp={tp}", model="llama", heads=8, kv_heads=kv_heads).get("kv_heads")
-
-    assert kv(2, 2) == "tp" and kv(2, 4) == "tp" and kv(8, None) == "tp"
-    assert kv(4, 2) is None and kv(2, 1) is None
+def test_key_value_heads_are_sharded_over_tp_however_few_they_are():
+    assert rules_of(mesh="tp=2", model="llama", heads=8, kv_heads=4)["kv_heads"] == "tp"
+    assert rules_of(mesh="tp=4", model="llama", heads=8, kv_heads=2)["kv_heads"] == "tp"
+    assert "kv_heads" not in rules_of(mesh="tp=2", model="gpt")
 
 
 @pytest.mark.parametrize(
