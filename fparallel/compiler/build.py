@@ -166,6 +166,14 @@ class Builder:
         self.segments[segment.name] = segment
         return Piece(segment, ins, outs)
 
+    def find_unread(self, call: Call) -> None:
+        """What a call does not read need not be gathered for it."""
+        parts = self.template(call.block)[0]
+        items, results = (parts.backward, call.block.grads) if call.backward else (parts.forward, call.block.outputs)
+        read = {value for item in items for value in item.inputs}.union(results, () if call.backward else parts.residuals)
+        formal = call.block.inputs + (call.block.tangents if call.backward else [])
+        call.unread = frozenset(i for i, value in enumerate(formal) if value not in read)
+
     def template(self, template: Template) -> tuple[Split, Plan, Plan]:
         key = id(template)
         if key not in self.templates:
@@ -228,10 +236,9 @@ class Builder:
         if key not in self.call_numbers:
             self.call_numbers[key] = next(self.counts.setdefault(f"calls {template.name}", itertools.count()))
         prefix = f"{template.name}.{self.call_numbers[key]}"
-        ins = [name(value) for value in call.ins]
-        inner: dict[Local, str] = {}
         formal = template.inputs + (template.tangents if call.backward else [])
-        inner.update(zip(formal, ins, strict=True))
+        pairs = enumerate(zip(formal, call.ins, strict=True))
+        inner = {own: name(value) for i, (own, value) in pairs if i not in call.unread}
         names: dict[Local, str] = call.saved.names  # type: ignore[assignment]
         if call.backward:
             for residual in parts.residuals:
@@ -280,6 +287,9 @@ def build(
     builder = Builder(context)
     for local in arguments:
         builder.name(local, local.name, "argument")
+    for item in items:
+        if isinstance(item, Call):
+            builder.find_unread(item)
     items = drop_dead(items, results)
     constants = {}
     for local, tensor in context.constants.items():

@@ -121,6 +121,22 @@ def map_values(f: Callable[[Value], Any], arg: Any) -> Any:
     return arg
 
 
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.op, "_schema", None)
+    if schema is None or len(node.outs) != 1 or not schema.arguments:
+        return False
+    alias = schema.arguments[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+def _frozen(arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return tuple(map(_frozen, arg))
+    if isinstance(arg, dict):
+        return tuple((key, _frozen(item)) for key, item in arg.items())
+    return arg
+
+
 @dataclass
 class Graph:
     """Straight-line SSA with global shapes. `constants` are closed-over tensors, in graph as Values."""
@@ -129,6 +145,24 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     constants: dict[Value, torch.Tensor] = field(default_factory=dict)
+
+    def share_views(self) -> None:
+        """Equal views of one value in one phase become one, so that what is moved to take them is moved once."""
+        seen: dict[Any, Value] = {}
+        same: dict[Value, Value] = {}
+        kept = []
+        for node in self.nodes:
+            if any(value in same for value in node.inputs):
+                node.args, node.kwargs = (map_values(lambda v: same.get(v, v), arg) for arg in (node.args, node.kwargs))
+            if _is_view(node):
+                key = (node.target, node.phase, _frozen(node.args), _frozen(node.kwargs))
+                first = seen.setdefault(key, node.outs[0])
+                if first is not node.outs[0]:
+                    same[node.outs[0]] = first
+                    continue
+            kept.append(node)
+        self.nodes = kept
+        self.outputs = [same.get(value, value) for value in self.outputs]
 
     def drop_dead(self) -> None:
         """Removes nodes whose results nothing reads, and counts the uses of every value."""

@@ -79,7 +79,10 @@ class Comm:
 
 @dataclass(eq=False)
 class Call:
-    """A call of a block's forward or backward. `saved` is shared by the two and carries the residuals."""
+    """A call of a block's forward or backward. `saved` is shared by the two and carries the residuals.
+
+    `unread` holds the positions in `ins` that this direction does not read.
+    """
 
     block: Any
     backward: bool
@@ -88,10 +91,11 @@ class Call:
     saved: Saved
     source: str = ""
     phase: str = "F"
+    unread: frozenset[int] = frozenset()
 
     @property
     def inputs(self) -> list[Local]:
-        return self.ins
+        return [value for i, value in enumerate(self.ins) if i not in self.unread]
 
 
 @dataclass(eq=False)

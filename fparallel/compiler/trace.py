@@ -198,6 +198,7 @@ class Tracer(TorchDispatchMode):
         if self.mutates:
             self._check_inputs_unmutated()
             return self._functionalize(self.input_fakes, [value.name for value in self.graph.inputs])
+        self.graph.share_views()
         return self.graph
 
     def _check_inputs_unmutated(self) -> None:
