@@ -91,8 +91,8 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 
 def _check_axes_once(layout: Layout, path: str) -> None:
-    names = [str(axis) for axis in layout.sharded_axes]
-    twice = {name for name in names if names.count(name) > 1}
+    axes = list(layout.sharded_axes)
+    twice = {b.name for i, b in enumerate(axes) if not all(a.independent(b) for a in axes[:i])}
     if twice:
         raise ShardingError(
             f"{path}: the axis {', '.join(sorted(twice))} shards two dims of one tensor, {typed(None, layout)}",
@@ -367,8 +367,7 @@ class Rules:
             size *= s
         if size == 0 or size < zero.min_elements or not plan.shape:
             return
-        axes = tuple(mesh.axis(name) for name in zero.axes if mesh.shape[name] > 1)
-        axes = tuple(a for a in axes if a not in plan.compute.sharded_axes)
+        axes = tuple(a for name in zero.axes for a in _free_digits(mesh.axis(name), plan.compute.sharded_axes))
         if not axes:
             return
         sharded = add_axes(plan.compute, axes)
@@ -380,6 +379,16 @@ class Rules:
 
 
 @functools.lru_cache(maxsize=65536)
+def _free_digits(axis: Axis, used: Iterable[Axis]) -> tuple[Axis, ...]:
+    """The digits of a mesh axis that no used (sub-)axis has: all of tp=4, or tp:(2)2 beside tp:(1)2."""
+    free, pre = [], 1
+    for other in sorted((a for a in used if a.name == axis.name), key=lambda a: a.pre):
+        free.append(Axis(axis.name, other.pre // pre, pre, axis.total))
+        pre = other.pre * other.size
+    free.append(Axis(axis.name, axis.total // pre, pre, axis.total))
+    return tuple(a for a in free if a.size > 1)
+
+
 def add_axes(layout: Layout, axes: tuple[Axis, ...]) -> Layout:
     """The layout with `axes` added to the factor that they split with the least imbalance, ties to the first."""
     best: tuple[float, int, int] | None = None
