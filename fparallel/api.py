@@ -348,10 +348,13 @@ class Jitted:
         for spec in traced.program.constraints:
             if isinstance(spec, str):
                 known |= names_of(tree.parse_logical(spec))
-        self.rules.check_names(self.mesh, known)
+        has_activations = bool(traced.program.constraints) or "batch" in traced.arguments.names
+        self.rules.check_names(self.mesh, known, has_activations=has_activations)
+        paths = traced.arguments.paths + traced.out_paths
+        components = {part for path in paths for part in path.split(".")}
         for pattern in self.rules.globs:
-            if pattern not in used:
-                paths = traced.arguments.paths + traced.out_paths
+            absent = {"params", "opt_state", "batch", "state", "key"} - components
+            if pattern not in used and pattern.split(".")[0] not in absent:
                 raise ShardingError(
                     f"the glob {pattern!r} matches no leaf of {self.name}",
                     fix="mend or remove it; the paths are " + ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else ""),

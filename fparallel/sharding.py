@@ -220,8 +220,12 @@ class Rules:
 
     # -------------------------------------------------------------- planning
 
-    def check_names(self, mesh: Mesh, known: Iterable[str]) -> None:
+    def check_names(self, mesh: Mesh, known: Iterable[str], *, has_activations: bool) -> None:
         """Every rule names axes of the mesh, and a logical name that occurs somewhere.
+
+        Args:
+          has_activations: whether the function names activations (it has constraints or takes a batch). One that does
+            not, such as an initialiser, cannot know the names of activations: there only a likely misspelling is wrong.
 
         Raises:
           ShardingError: an unknown mesh axis or logical name.
@@ -233,7 +237,7 @@ class Rules:
         for name, axes in self.names.items():
             for axis in (axes,) if isinstance(axes, str) else axes or ():
                 _axes(axis, mesh, f"rule {name}={axes!r}")
-            if name not in known:
+            if name not in known and (has_activations or _hint(name, known)):
                 raise ShardingError(
                     f"the rule {name}={axes!r} names a logical axis that occurs in no annotation, constraint or glob",
                     fix=f"use a name that the model declares{_hint(name, known)}",
@@ -268,9 +272,16 @@ class Rules:
     def _factor(self, name: str | None, size: int, mesh: Mesh, path: str) -> Factor:
         value = self.names.get(name) if name else None
         names = (value,) if isinstance(value, str) else value or ()
+        whole = [a for n in names for a in _axes(n, mesh, f"{path} ({name}={value!r})")]
+        shards = math.prod(axis.size for axis in whole)
+        if name == "batch" and size < shards:
+            raise ShardingError(
+                f"{path}: a batch of {size} over the {shards} ranks of {'*'.join(names)} leaves {shards - size} without a row",
+                fix=f"use a batch of at least {shards}, best a multiple of it, or shard it over fewer ranks",
+            )
         axes: list[Axis] = []
         left = size
-        for axis in (a for n in names for a in _axes(n, mesh, f"{path} ({name}={value!r})")):
+        for axis in whole:
             if 0 < left < axis.size and axis.size % left == 0:
                 axis = Axis(axis.name, left, axis.pre, axis.total)
             axes.append(axis)

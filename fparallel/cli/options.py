@@ -185,12 +185,8 @@ class Options:
         shape = self.mesh_shape
         return fp.make_mesh(tuple(shape.values()), tuple(shape), kind=kind)
 
-    def make_rules(self, *, activations: bool = True) -> Any:
+    def make_rules(self) -> Any:
         """The rules that the mesh's axis names imply, then those of ``--rules``, then ZeRO.
-
-        Args:
-            activations: include the rules of names that no parameter has, such as ``seq``; a function without
-                activations, like the initial state, would not know them.
 
         Raises:
             MeshError: an axis of the mesh is used by no rule, or ZeRO has no dp axis.
@@ -214,8 +210,6 @@ class Options:
                     f"--mesh {self.mesh}: no rule shards anything over {name!r}",
                     fix=f"call the axis dp or tp, or say what it shards, such as --rules batch={name}",
                 )
-        if not activations:
-            logical.pop("seq", None)
         rules = fp.Rules(**logical)
         if not self.zero_stage:
             return rules

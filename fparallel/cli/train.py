@@ -47,7 +47,7 @@ def train(options: Options) -> None:
     def jit(function: Callable[..., Any], rules: Any = rules, **kw: Any) -> Any:
         return fp.jit(function, mesh=mesh, rules=rules, compile=options.compile, **kw)
 
-    init = jit(functions.init_state, options.make_rules(activations=False))
+    init = jit(functions.init_state, rules)
     step = jit(functions.train_step, donate_argnums=0)
     evaluate = jit(functions.evaluate)
     key = fp.random.key(options.seed)

@@ -26,8 +26,8 @@ class Runner:
         if mesh.kind == "abstract":
             raise ExecutionError(f"the mesh {mesh} is abstract: a step can be lowered for it, not run",
                                  fix='make the mesh with kind="job" or "simulated"')  # fmt: skip
-        transport: Any = SimulatedTransport(mesh.size) if mesh.kind == "simulated" else DistributedTransport(mesh)
-        self.executor = Executor(schedule, transport, constants, compile=compile)
+        self.transport: Any = SimulatedTransport(mesh.size) if mesh.kind == "simulated" else DistributedTransport(mesh)
+        self.executor = Executor(schedule, self.transport, constants, compile=compile)
         self.ranks = self.executor.ranks
         self.is_job = mesh.kind == "job" and mesh.size > 1
         self.calls = 0
@@ -47,8 +47,7 @@ class Runner:
         sums = {path: _checksum(leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)}
         if not sums:
             return
-        gathered: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(gathered, sums)
+        gathered = self.transport.gather(sums, "compare the arguments of the step")
         for path in sums:
             different = [rank for rank, other in enumerate(gathered) if other.get(path) != gathered[0].get(path)]
             if different:

@@ -17,7 +17,7 @@ from fparallel.runtime.transport.base import Issue, Task, failure
 from fparallel.runtime.transport.gloo import GlooCommunicator
 from fparallel.runtime.transport.job import DEADLINE, join_job
 from fparallel.runtime.transport.messages import Pool
-from fparallel.runtime.watchdog import Watchdog
+from fparallel.runtime.watchdog import Watch
 from fparallel.schedule.ir import Collective, Recv, Schedule, Send, communicator
 
 __all__ = ["DistributedTransport", "join_job", "tune_allocator"]
@@ -43,7 +43,7 @@ class DistributedTransport:
         self.ranks = (self.rank,)
         self.task: Task | None = None
         self.one_way: dict[Axis, tuple[Any, ...]] = {}
-        self.watchdog = Watchdog(deadline, self._report)
+        self.watch = Watch(deadline, self._report)
         if mesh.device == "cpu":
             tune_allocator()
 
@@ -52,7 +52,7 @@ class DistributedTransport:
         groups = {
             communicator(i.axes) for p in schedule.programs for i in p.instrs if isinstance(i, Collective)
         }
-        with self.watchdog:
+        with self.watch:
             for axes in sorted(groups, key=str):
                 self._group(axes)
             for axis, pairs in sorted(_talking(schedule).items(), key=str):
@@ -126,7 +126,7 @@ class DistributedTransport:
                 task.at = number
                 waiting: Any = step(task.slots)
                 if waiting:
-                    with self.watchdog:
+                    with self.watch:
                         self._join(waiting)
         except Exception as error:
             raise failure(task, error) from error
@@ -167,24 +167,32 @@ class DistributedTransport:
         Raises:
           ExecutionError: names the ranks that differ from most, and the parts in which they do.
         """
-        num_ranks = dist.get_world_size()
-        if num_ranks == 1:
+        if dist.get_world_size() == 1:
             return
-        given: list[Any] = [None] * num_ranks
-        try:
-            with self.watchdog:
-                dist.all_gather_object(given, (fingerprint, parts), group=self._control())
-        except RuntimeError as error:
-            raise ExecutionError(
-                f"rank {self.rank}: not all of the {num_ranks} ranks came to compare schedules: {error}",
-                fix="look for the rank that failed first, or that runs other code before this step",
-            ) from error
-        difference = compare(given)
+        difference = compare(self.gather((fingerprint, parts), "compare schedules"))
         if difference:
             raise ExecutionError(
                 f"the ranks are about to run different programs\n{difference}",
                 fix="give every rank the same code, versions, arguments and constants",
             )
+
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """One picklable value from every rank, in rank order, within the deadline.
+
+        Raises:
+          ExecutionError: a rank did not come.
+        """
+        num_ranks = dist.get_world_size()
+        given: list[Any] = [None] * num_ranks
+        try:
+            with self.watch:
+                dist.all_gather_object(given, value, group=self._control())
+        except RuntimeError as error:
+            raise ExecutionError(
+                f"rank {self.rank}: not all of the {num_ranks} ranks came to {purpose}: {error}",
+                fix="look for the rank that failed first, or that runs other code before this step",
+            ) from error
+        return given
 
     def _control(self) -> dist.ProcessGroup:
         known = _communicators()
