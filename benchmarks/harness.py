@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -127,7 +128,7 @@ class Peer:
         run(warm)
         self.report["rss_life_mb"] = peak_rss_mb()
         reset_peak_rss()
-        cpu = time.process_time()
+        cpu, usage = time.process_time(), resource.getrusage(resource.RUSAGE_SELF)
         if self.control is None:
             run(self.args.steps)
         else:
@@ -138,8 +139,11 @@ class Peer:
                     break
                 run(int(numbers[0]))
                 self._say({"done": True})
+        now = resource.getrusage(resource.RUSAGE_SELF)
         self.report |= {
             "cpu_s": round(time.process_time() - cpu, 2),
+            "system_s": round(now.ru_stime - usage.ru_stime, 2),
+            "page_faults": now.ru_minflt - usage.ru_minflt,
             "rss_steps_mb": peak_rss_mb(),
             "warm_s": [round(x, 4) for x in times[:warm]],
             "step_s": [round(x, 5) for x in times[warm:]],

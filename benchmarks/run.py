@@ -225,6 +225,8 @@ def summarize(name: str, spec: Spec, reports: Sequence[dict[str, Any]], cfg: wor
         "compile_s": max(0.0, sum(w - median for w in warm[:2])),
         "setup_s": max(r["setup_s"] for r in reports),
         "cpu_s": sum(r["cpu_s"] for r in reports) / len(steps),
+        "system_s": sum(r["system_s"] for r in reports) / len(steps),
+        "page_faults": sum(r["page_faults"] for r in reports) / len(steps),
         "rss_steps_mb": max(r["rss_steps_mb"] for r in reports),
         "rss_life_mb": max(r["rss_life_mb"] for r in reports),
         "rss_imported_mb": max(r["rss_imported_mb"] for r in reports),
@@ -319,6 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         parser.error(f"no peer called {', '.join(unknown)}; --list shows them")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the peers are stopped
     about = machine()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as cache:
