@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
