@@ -250,7 +250,7 @@ class _Code:
 
         body = self.segments[op.target.removeprefix("map.")]
         if self.fused:
-            return _Code(body, self.segments, self.coords, (), fused=True).function()
+            return bind(body, self.segments, self.coords)
         pairs = []
         for out, into in self.inplace:
             made, args = self.segment.results[out], [a.index for a in op.args]

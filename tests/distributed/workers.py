@@ -92,7 +92,7 @@ def step_forever(rank: int, num_ranks: int, deadline: float, sleeper: int | None
 
 def _say_when_waiting(transport: DistributedTransport) -> None:
     """Prints "waiting" once the rank has been inside one wait for half a second."""
-    while (since := transport.watchdog.since) is None or time.monotonic() - since < 0.5:
+    while (since := transport.watch.since) is None or time.monotonic() - since < 0.5:
         time.sleep(0.05)
     print("waiting", flush=True)
 
@@ -101,5 +101,5 @@ def stuck(rank: int, num_ranks: int) -> None:
     """A wait that never comes back to Python, as one inside a C library."""
     schedule, _, _ = matmul_over(size=num_ranks)
     transport = DistributedTransport(schedule.mesh, deadline=0.5)
-    with transport.watchdog:
+    with transport.watch:
         threading.Event().wait()

@@ -175,3 +175,25 @@ def test_the_failing_op_is_found():
     with pytest.raises(RuntimeError) as caught:
         bind(body, {}, {})(torch.zeros(2, 3))
     assert failing_op(body, caught.value.__traceback__).source == "model.py:7"
+
+
+@pytest.mark.full
+def test_inductor_computes_the_same_and_once_per_body():
+    """A segment with a map in it, written in place."""
+    body = segment(
+        [op("aten.mul.Tensor", Ref(0), Ref(1), outs=(2,)), op("aten.relu.default", Ref(2), outs=(3,))], (3,)
+    )
+    outer = segment(
+        [op("aten.mm.default", Ref(0), Ref(1), outs=(2,)), op("map.body", Ref(2), Ref(0), outs=(3,))],
+        (3,),
+        name="outer",
+    )
+    segments = {"body": body, "outer": outer}
+    a, b = matrices(2)
+    want = torch.relu((a @ b) * a)
+    bound = bind(outer, segments, {}, ((0, 1),), compile="inductor")
+    assert bound is bind(outer, segments, {}, ((0, 1),), compile="inductor")
+    with torch.no_grad():
+        (got,) = bound(a, b)
+    torch.testing.assert_close(b, want)
+    assert got.data_ptr() == b.data_ptr()
