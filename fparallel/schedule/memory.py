@@ -86,15 +86,24 @@ class MemoryReport:
         return max((row.peak for row in self.rows if row.tier == tier), default=0)
 
     def __str__(self) -> str:
-        lines = []
+        causes = [cause for cause in CAUSES if any(row.by_cause[cause] for row in self.rows)]
+        table = [["rank", "tier", "peak", *causes, "peak at"]]
         for row in self.rows:
             at = " ".join(f"{axis}={c}" for axis, c in row.coords.items())
             others = f" and {row.ranks - 1} more" if row.ranks > 1 else ""
-            lines.append(f"rank {row.rank}{others}  ({at})  {row.tier} peak {bytes_text(row.peak)}")
-            number = "start" if row.instruction is None else f"{row.instruction:04d}  {row.text}"
-            lines.append(f"  at {number}")
-            lines += [f"  {cause:<20}{bytes_text(n):>10}" for cause, n in row.by_cause.items() if n]
-        return "\n".join(lines) + "\n"
+            where = "start" if row.instruction is None else f"{row.instruction:04d}  {row.text}"
+            parts = [bytes_text(row.by_cause[cause]) for cause in causes]
+            table.append([f"{row.rank} ({at}){others}", row.tier, bytes_text(row.peak), *parts, where])
+        wide = [max(map(len, column)) for column in zip(*table, strict=True)]
+        last = len(wide) - 1
+        return "".join(
+            "  ".join(
+                cell.rjust(w) if 1 < n < last else cell.ljust(w)
+                for n, (cell, w) in enumerate(zip(line, wide, strict=True))
+            ).rstrip()
+            + "\n"
+            for line in table
+        )
 
 
 def memory(schedule: Schedule) -> MemoryReport:

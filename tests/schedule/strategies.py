@@ -9,6 +9,7 @@ Sizes are drawn by hypothesis, so that failures shrink; the rest comes from a se
 
 from __future__ import annotations
 
+import math
 import random
 
 import torch
@@ -126,9 +127,12 @@ class Builder:
 # ---------------------------------------------------------------- random layouts and collectives
 
 
-def random_mesh(rng: random.Random, max_axes: int = 3) -> Mesh:
+def random_mesh(rng: random.Random, max_axes: int = 3, max_ranks: int = 12) -> Mesh:
     names = rng.sample(["dp", "pp", "tp"], rng.randint(1, max_axes))
-    return Mesh(tuple(rng.choice([1, 2, 2, 3, 4]) for _ in names), tuple(names))
+    sizes: list[int] = []
+    for _ in names:
+        sizes.append(rng.choice([n for n in (1, 2, 2, 3, 4) if n * math.prod(sizes) <= max_ranks]))
+    return Mesh(tuple(sizes), tuple(names))
 
 
 def _pieces(rng: random.Random, mesh: Mesh) -> list[Axis]:
