@@ -34,6 +34,7 @@ from fparallel.runtime.segments import (
 from fparallel.schedule.segment import LocalOp, Ref, Segment, map_refs, refs_of
 
 BLOCK = 65536  # elements; see benchmarks/elementwise.py
+SMALL = 32768  # below this, what a loop saves is less than what it costs
 
 # Operators whose function in `torch` takes the same arguments and `out=`, which computes the same bits.
 _WITH_OUT = frozenset(
@@ -61,7 +62,7 @@ _ELEMENTWISE = frozenset(
 _TAKES_SCALAR_TENSOR = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
 
 _BLOCKED: dict[Any, Bound] = {}
-_SCRATCH: dict[torch.dtype, list[Tensor]] = {}
+_SCRATCH: dict[tuple[torch.dtype, int], Tensor] = {}
 
 
 def blocked(
@@ -104,8 +105,8 @@ class _Blocked:
         self.loops: dict[Any, _Loop | None] = {}
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        numel = max((x.numel() for x in inputs), default=0)
-        if not self.can_block or numel <= 2 * BLOCK:
+        numel = max((x.numel() for x in inputs if x.dim()), default=0)
+        if not self.can_block or numel < SMALL:
             return self._whole(inputs)
         shapes = {x.shape for x in inputs if x.dim()}
         if len(shapes) != 1 or not all(x.is_contiguous() and x.device.type == "cpu" for x in inputs):
@@ -150,25 +151,27 @@ class _Loop:
         self.text, self.scratch, self.out_dtypes = text, scratch, out_dtypes
 
     def run(self, inputs: Sequence[Tensor], outs: Sequence[Tensor], numel: int) -> None:
-        scratch = _scratch(self.scratch)
         flat = [x.view(-1) if x.dim() else x for x in (*inputs, *outs)]
-        tail = numel % BLOCK
+        block = -(-numel // max(1, round(numel / BLOCK)))
+        block += -block % 64  # a block starts where whole vectors do
+        tail = numel % block
         full = numel - tail
-        self.function(*[x[:full].split(BLOCK) if x.dim() else x for x in flat], *scratch)
+        if full:
+            self.function(*[x[:full].split(block) if x.dim() else x for x in flat], *self.blocks(block))
         if tail:
-            self.function(*[(x[full:],) if x.dim() else x for x in flat], *[s[:tail] for s in scratch])
+            self.function(*[(x[full:],) if x.dim() else x for x in flat], *self.blocks(tail))
 
-
-def _scratch(dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    used: dict[torch.dtype, int] = {}
-    blocks = []
-    for dtype in dtypes:
-        pool = _SCRATCH.setdefault(dtype, [])
-        at = used[dtype] = used.get(dtype, -1) + 1
-        if at == len(pool):
-            pool.append(torch.empty(BLOCK, dtype=dtype))
-        blocks.append(pool[at])
-    return blocks
+    def blocks(self, numel: int) -> list[Tensor]:
+        """Scratch blocks of `numel` elements, cut from memory that all loops share."""
+        used: dict[torch.dtype, int] = {}
+        blocks = []
+        for dtype in self.scratch:
+            at = used[dtype] = used.get(dtype, -1) + 1
+            whole = _SCRATCH.get((dtype, at))
+            if whole is None or whole.numel() < numel:
+                whole = _SCRATCH[dtype, at] = torch.empty(max(numel, BLOCK), dtype=dtype)
+            blocks.append(whole if whole.numel() == numel else whole[:numel])
+        return blocks
 
 
 def _make_loop(body: _Blocked, signature: tuple[tuple[torch.dtype, bool], ...]) -> _Loop | None:
@@ -208,10 +211,11 @@ class _LoopText:
         self.scalars: dict[tuple[float, torch.dtype], str] = {}
         self.where: dict[int, str] = {i: f"b{i}" if i in wide else f"v{i}" for i in range(num_inputs)}
         self.scratch: list[torch.dtype] = []
+        self.before: list[str] = []
         self.free: dict[torch.dtype, list[str]] = {}
 
     def loop(self) -> _Loop:
-        before: list[str] = []
+        before = self.before
         inside: list[str] = []
         after: list[str] = []
         for at, op in enumerate(self.body.ops):
@@ -263,18 +267,22 @@ class _LoopText:
         return self.names.call(target, function, args, kwargs)
 
     def scalar(self, arg: Any, dtype: torch.dtype, args: list[Any]) -> Any:
-        """A Python number as a 0-d tensor, where the op computes the same with it."""
-        exact = isinstance(arg, float) or (type(arg) is int and abs(arg) < 2**24)
-        others = [a.index for a in args if isinstance(a, Ref)]
-        same = all(self.dtypes[i][0] == dtype and i in self.wide for i in others)
-        if exact and same and others and dtype in (torch.float32, torch.float64):
-            return Text(self.scalar_name(arg, dtype))
+        """A number or 0-d tensor as a 0-d tensor of the result's dtype: what the op makes of it each time."""
+        wide = [a.index for a in args if isinstance(a, Ref) and a.index in self.wide]
+        same = len(wide) > 0 and all(self.dtypes[i][0] == dtype for i in wide)
+        if not same or dtype not in (torch.float32, torch.float64):
+            return arg
+        if isinstance(arg, float) or (type(arg) is int and abs(arg) < 2**24):
+            name = self.scalars.setdefault((arg, dtype), f"c{len(self.scalars)}")
+            self.names.values[name] = torch.tensor(arg, dtype=dtype)
+            return Text(name)
+        if isinstance(arg, Ref) and arg.index not in self.wide and self.dtypes[arg.index][0] != dtype:
+            name = f"{self.where[arg.index]}_{str(dtype).removeprefix('torch.')}"
+            line = f"{name} = {self.where[arg.index]}.to({dtype})"
+            if line not in self.before:
+                self.before.append(line)
+            return Text(name)
         return arg
-
-    def scalar_name(self, value: float, dtype: torch.dtype) -> str:
-        name = self.scalars.setdefault((value, dtype), f"c{len(self.scalars)}")
-        self.names.values[name] = torch.tensor(value, dtype=dtype)
-        return name
 
     def release(self, at: int) -> None:
         """Gives back the scratch blocks of the values read last at `at`; that op may write into one."""

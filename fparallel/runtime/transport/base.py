@@ -44,15 +44,15 @@ class Task:
 
 
 class Transport(Protocol):
-    """Moves tensors between ranks.
+    """Moves tensors between ranks."""
 
-    Attributes:
-      ranks: the ranks that live in this process.
-      rendezvous: whether issuing a communication step blocks until its peers have issued theirs.
-    """
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that live in this process."""
 
-    ranks: Sequence[int]
-    rendezvous: bool
+    @property
+    def rendezvous(self) -> bool:
+        """Whether issuing a communication step blocks until its peers have issued theirs."""
 
     def prepare(self, schedule: Schedule) -> None:
         """Makes what the schedule needs; called on all ranks before anything is bound."""
