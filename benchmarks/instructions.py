@@ -17,6 +17,8 @@ from fparallel.schedule.ir import Collective, Free, Run, Wait
 
 __all__ = ["InstructionTimes"]
 
+_ROWS = 30
+
 
 class InstructionTimes:
     """Measures the program of this process's first rank, from its making on.
@@ -57,9 +59,15 @@ class InstructionTimes:
         totals = [sum(x.values()) / steps * 1e3 for x in (wall, cpu)]
         lines = [f"{len(self.instrs)} instructions, ms a step\n       wall        CPU  times  what"]
         lines.append(f"{totals[0]:11.2f}{totals[1]:11.2f}         all")
-        for name in sorted(wall, key=wall.__getitem__, reverse=True):
+        names = sorted(wall, key=wall.__getitem__, reverse=True)
+        for name in names[:_ROWS]:
             each = f"{wall[name] / steps * 1e3:11.2f}{cpu[name] / steps * 1e3:11.2f}"
             lines.append(f"{each}  {counts[name] // steps:4d} x  {name}")
+        rest = names[_ROWS:]
+        if rest:
+            left = [sum(x[name] for name in rest) / steps * 1e3 for x in (wall, cpu)]
+            times = sum(counts[name] for name in rest) // steps
+            lines.append(f"{left[0]:11.2f}{left[1]:11.2f}  {times:4d} x  {len(rest)} others")
         return "\n".join(lines) + "\n"
 
     def _name(self, number: int, instr: Any) -> str:
