@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +32,12 @@ def keep_on_first(x: Tensor, first: bool) -> Tensor:
 def own(x: Tensor) -> Tensor:
     """A tensor that shares no storage with another value."""
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def layer_norm_backward(grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, *rest: Any) -> Any:
+    """ATen's kernel on CPUs reads mean and rstd as if they were contiguous; cut from larger ones they are not."""
+    call = torch.ops.aten.native_layer_norm_backward.default
+    return call(grad, x, shape, mean.contiguous(), rstd.contiguous(), *rest)
 
 
 def global_index(runs: list[tuple[int, int, int]], device: torch.device | str) -> Tensor:
@@ -95,7 +100,10 @@ def embedding_backward(grad: Tensor, index: Tensor, runs: list[Axis], padding_id
 
 
 def _count(runs: Axis) -> int:
-    return math.prod(count for _, count, _ in runs)
+    held = 1
+    for _, count, _ in runs:
+        held *= count
+    return held
 
 
 def _local_indices(
@@ -141,6 +149,17 @@ def index_put(
     if held is not None:
         values = torch.where(held, values.expand(shape), torch.zeros((), dtype=values.dtype, device=values.device))
     return torch.ops.aten.index_put.default(x, made, values, True)
+
+
+def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor, runs: list[Axis]) -> Tensor:
+    """scatter_add along a sharded dim: each rank adds what falls on its part."""
+    if not x.numel():
+        return x.clone()
+    position, held = local_position(index, runs[0])
+    src = src[tuple(slice(n) for n in index.shape)]
+    if held is not None:
+        src = torch.where(held, src, torch.zeros((), dtype=src.dtype, device=src.device))
+    return x.scatter_add(dim, position, src)
 
 
 def sum_squares(tensors: list[Tensor], counted: list[bool], dtype: torch.dtype, device: str) -> Tensor:

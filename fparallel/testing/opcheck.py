@@ -38,6 +38,9 @@ VERDICTS = ("sharded", "replicated", "refused", "WRONG")
 TOLERANCE = 1e-10
 _MAX_NUMEL = 4096
 _SECONDS = 120
+_LOOSE = {  # torch's vectorised loop and its tail use constants that differ by 1e-8
+    "nn.functional.hardsigmoid": 1e-7, "nn.functional.hardswish": 1e-7,
+}  # fmt: skip
 _UNDEFINED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -65,7 +68,9 @@ class Placement:
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"sample {self.sample} {self.path}{list(self.shape)} dim {self.dim}: {self.verdict} {self.detail}"
+        return (
+            f"sample {self.sample} {self.path}{list(self.shape)} dim {self.dim}: {self.verdict} {self.detail}"
+        )
 
 
 @dataclass
@@ -101,7 +106,9 @@ class OpResult:
             for p in self.placements:
                 if p.sample == sample and p.dim >= 0:
                     star = "*" if (p.path, p.dim) in sharded else ""
-                    own.setdefault(p.path, {i: str(s) for i, s in enumerate(p.shape)})[p.dim] = f"{p.shape[p.dim]}{star}"
+                    own.setdefault(p.path, {i: str(s) for i, s in enumerate(p.shape)})[p.dim] = (
+                        f"{p.shape[p.dim]}{star}"
+                    )
             if len(sharded) > stars:
                 stars = len(sharded)
                 best = ", ".join(f"{path}[{','.join(dims.values())}]" for path, dims in own.items())
@@ -161,7 +168,7 @@ def _case(op: Any, sample: Any) -> Case:
         for i, tensor in zip(where, tensors, strict=True):
             leaves[i] = tensor
         first, args, kwargs = pytree.tree_unflatten(leaves, treedef)
-        return op.op(first, *args, **kwargs)
+        return {"out": op.op(first, *args, **kwargs)}  # unlike any argument, so that it lies as it comes out
 
     tensors = [keyed[i][1].detach() for i in where]
     tensors = [t.contiguous().clone() if t.layout is torch.strided else t for t in tensors]
@@ -178,6 +185,8 @@ def _path_text(path: Sequence[Any]) -> str:
 def with_gradients(case: Case) -> tuple[Case, Any] | None:
     """The case that returns weighted sums of the outputs and their gradients, and its reference; None without any."""
     diff = tuple(i for i, t in enumerate(case.tensors) if t.is_floating_point() and t.layout is torch.strided)
+    if any(case.tensors[i].isnan().any() for i in diff):
+        return None  # torch's own derivatives of NaN differ between real and fake tensors (prod)
     try:
         outs = reference(case.function, case.tensors)
     except Exception:
@@ -185,7 +194,12 @@ def with_gradients(case: Case) -> tuple[Case, Any] | None:
     floats = [i for i, out in enumerate(outs) if out.is_floating_point()]
     if not diff or not floats:
         return None
-    weights = [torch.linspace(0.5, 1.5, max(1, outs[i].numel()), dtype=outs[i].dtype)[: outs[i].numel()].reshape(outs[i].shape) for i in floats]
+    weights = [
+        torch.linspace(0.5, 1.5, max(1, outs[i].numel()), dtype=outs[i].dtype)[: outs[i].numel()].reshape(
+            outs[i].shape
+        )
+        for i in floats
+    ]
     count = len(case.tensors)
 
     def function(*tensors: Tensor) -> Any:
@@ -193,7 +207,7 @@ def with_gradients(case: Case) -> tuple[Case, Any] | None:
             outs = pytree.tree_leaves(case.function(*inner))
             return sum((outs[i] * w).sum() for i, w in zip(floats, tensors[count:], strict=True))  # type: ignore[return-value]
 
-        return fp.value_and_grad(loss, argnums=diff)(*tensors[:count])
+        return {"out": fp.value_and_grad(loss, argnums=diff)(*tensors[:count])}
 
     made = Case(function, case.paths + [f"weight{i}" for i in floats], case.tensors + weights)
     try:
@@ -233,14 +247,23 @@ def _failure(error: BaseException) -> tuple[str, str]:
     return "WRONG", f"{type(error).__name__}: {text[0] if text else ''}"[:300]
 
 
-def check_case(index: int, case: Case, meshes: Sequence[Mesh], expected: Sequence[Any], *, values: bool = True) -> list[Placement]:
+def check_case(
+    index: int, case: Case, meshes: Sequence[Mesh], expected: Sequence[Any], tolerance: float = TOLERANCE
+) -> list[Placement]:
     """Every dim of every input of one sample, sharded in turn."""
-    places = [(i, d) for i, t in enumerate(case.tensors) for d in range(t.dim()) if t.layout is torch.strided and t.shape[d] >= 1]
+    places = [
+        (i, d)
+        for i, t in enumerate(case.tensors)
+        for d in range(t.dim())
+        if t.layout is torch.strided and t.shape[d] >= 1
+    ]
     traced: Traced | None = None
     results: list[Placement] = []
     try:
         with _deadline(_SECONDS):
-            traced = fp.jit(case.function, mesh=meshes[0], in_shardings=tuple(fp.P() for _ in case.tensors)).trace(*case.tensors)
+            traced = fp.jit(
+                case.function, mesh=meshes[0], in_shardings=tuple(fp.P() for _ in case.tensors)
+            ).trace(*case.tensors)
     except (Exception, TimeoutError) as error:
         return [Placement(index, "", (), -1, *_failure(error))]
     for mesh in meshes:
@@ -248,29 +271,40 @@ def check_case(index: int, case: Case, meshes: Sequence[Mesh], expected: Sequenc
             path, shape = (case.paths[i], tuple(case.tensors[i].shape)) if i >= 0 else ("", ())
             try:
                 with _deadline(_SECONDS):
-                    verdict, detail = _check(case, traced, mesh, i, dim, expected, values)
+                    verdict, detail = _check(case, traced, mesh, i, dim, expected, tolerance)
             except (Exception, TimeoutError) as error:
                 verdict, detail = _failure(error)
-            results.append(Placement(index, path, shape, dim, verdict, f"{detail} ({mesh.size} ranks)" if verdict == "WRONG" else detail))
+            results.append(
+                Placement(
+                    index,
+                    path,
+                    shape,
+                    dim,
+                    verdict,
+                    f"{detail} ({mesh.size} ranks)" if verdict == "WRONG" else detail,
+                )
+            )
     return results
 
 
-def _check(case: Case, traced: Traced, mesh: Mesh, i: int, dim: int, expected: Sequence[Any], values: bool) -> tuple[str, str]:
+def _check(
+    case: Case, traced: Traced, mesh: Mesh, i: int, dim: int, expected: Sequence[Any], tolerance: float
+) -> tuple[str, str]:
     specs = tuple(fp.P(*([None] * dim), "x") if j == i else fp.P() for j in range(len(case.tensors)))
     jitted = fp.jit(case.function, mesh=mesh, in_shardings=specs)
     lowered = replace(traced, jitted=jitted).lower()
     compiled = lowered.compile()
     compiled.calls = 1  # NaN is a fair result here
     outs = pytree.tree_leaves(compiled(*case.tensors))
-    problem = compare([fp.device_get(out) for out in outs], expected, values)
+    problem = compare([fp.device_get(out) for out in outs], expected, tolerance)
     if problem:
         return "WRONG", problem
     gathers = sum(lowered.schedule.count(kind) for kind in ("all_gather", "all_to_all", "permute"))
     return ("replicated" if gathers or i < 0 else "sharded"), ""
 
 
-def compare(outs: Sequence[Tensor], expected: Sequence[Any], values: bool) -> str:
-    """What differs, or nothing."""
+def compare(outs: Sequence[Tensor], expected: Sequence[Any], tolerance: float) -> str:
+    """What differs, or nothing; with an infinite tolerance only shapes and dtypes count."""
     if len(outs) != len(expected):
         return f"{len(outs)} outputs instead of {len(expected)}"
     for i, (out, want) in enumerate(zip(outs, expected, strict=True)):
@@ -278,10 +312,10 @@ def compare(outs: Sequence[Tensor], expected: Sequence[Any], values: bool) -> st
             want = torch.tensor(want, dtype=out.dtype)
         if not isinstance(want, Tensor) or out.shape != want.shape or out.dtype != want.dtype:
             return f"output {i} is {out.dtype}{list(out.shape)} instead of {getattr(want, 'dtype', type(want))}{list(getattr(want, 'shape', ()))}"
-        if not values or torch.equal(out, want):
+        if tolerance == float("inf") or torch.equal(out, want):
             continue
-        if not torch.allclose(out, want, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
-            same = torch.isclose(out, want, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+        if not torch.allclose(out, want, rtol=tolerance, atol=tolerance, equal_nan=True):
+            same = torch.isclose(out, want, rtol=tolerance, atol=tolerance, equal_nan=True)
             at = int((~same).reshape(-1).nonzero()[0])
             return f"output {i} differs in {int((~same).sum())} of {want.numel()}: {out.reshape(-1)[at]} instead of {want.reshape(-1)[at]}"
     return ""
@@ -291,7 +325,7 @@ def check_op(op: Any, *, samples: int = 4, sizes: Sequence[int] = (2,), gradient
     """Checks one entry of op_db; sizes: the numbers of ranks to shard over."""
     start, result = time.monotonic(), OpResult(op_name(op))
     meshes = [fp.make_mesh((n,), ("x",), kind="simulated") for n in sizes]
-    values = op.name not in _UNDEFINED
+    tolerance = float("inf") if op.name in _UNDEFINED else _LOOSE.get(op.name, TOLERANCE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for index, case in sample_cases(op, samples):
@@ -299,12 +333,14 @@ def check_op(op: Any, *, samples: int = 4, sizes: Sequence[int] = (2,), gradient
                 expected = reference(case.function, case.tensors)
             except Exception:
                 continue  # the op itself refuses this sample here
-            result.placements += check_case(index, case, meshes, expected, values=values)
+            result.placements += check_case(index, case, meshes, expected, tolerance)
             if gradients and result.placements[-1].dim >= 0:
                 made = with_gradients(case)
                 if made is not None:
-                    found = check_case(index, made[0], meshes[-1:], made[1], values=values)
-                    result.placements += [replace(p, detail=f"gradient: {p.detail}") for p in found if p.verdict == "WRONG"]
+                    found = check_case(index, made[0], meshes[-1:], made[1], tolerance)
+                    result.placements += [
+                        replace(p, detail=f"gradient: {p.detail}") for p in found if p.verdict == "WRONG"
+                    ]
     result.seconds = time.monotonic() - start
     return result
 
@@ -319,19 +355,29 @@ def _work(name: str) -> OpResult:
     try:
         return check_op(_WORK["ops"][name], **_WORK["options"])
     except BaseException as error:
-        return OpResult(name, [Placement(-1, "", (), -1, "WRONG", f"opcheck: {type(error).__name__}: {error}")])
+        return OpResult(
+            name, [Placement(-1, "", (), -1, "WRONG", f"opcheck: {type(error).__name__}: {error}")]
+        )
 
 
-def check_all(ops: Sequence[Any], *, processes: int, progress: bool = False, **options: Any) -> list[OpResult]:
+def check_all(
+    ops: Sequence[Any], *, processes: int, progress: bool = False, **options: Any
+) -> list[OpResult]:
     """All of `ops`, in forked processes."""
     _WORK.update(ops={op_name(op): op for op in ops}, options=options)
     names = list(_WORK["ops"])
     results = []
-    with multiprocessing.get_context("fork").Pool(processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with multiprocessing.get_context("fork").Pool(
+        processes, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         for result in pool.imap_unordered(_work, names, chunksize=1):
             results.append(result)
             if progress and (result.verdict == "WRONG" or len(results) % 50 == 0):
-                print(f"{len(results)}/{len(names)} {result.name}: {result.verdict} {result.note}", file=sys.stderr, flush=True)
+                print(
+                    f"{len(results)}/{len(names)} {result.name}: {result.verdict} {result.note}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     return sorted(results, key=lambda r: r.name)
 
 
@@ -352,14 +398,20 @@ def markdown(results: Sequence[OpResult]) -> str:
         "| op | verdict | dims that shard | refused because |", "|---|---|---|---|",
     ]  # fmt: skip
     for r in results:
-        note = r.note.replace("|", "\\|") if any(p.verdict in ("refused", "WRONG") for p in r.placements) else ""
+        note = (
+            r.note.replace("|", "\\|") if any(p.verdict in ("refused", "WRONG") for p in r.placements) else ""
+        )
         lines.append(f"| {r.name} | {r.verdict} | {r.dims} | {note[:160]} |")
     return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fparallel.testing.opcheck", description=__doc__.splitlines()[0])
-    parser.add_argument("--ops", default="*", help="only ops whose name matches (a glob, or several with commas)")
+    parser = argparse.ArgumentParser(
+        prog="python -m fparallel.testing.opcheck", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--ops", default="*", help="only ops whose name matches (a glob, or several with commas)"
+    )
     parser.add_argument("--sample", type=int, default=4, help="samples per op")
     parser.add_argument("--quick", action="store_true", help="two ranks only, no gradients")
     parser.add_argument("--processes", type=int, default=2)

@@ -37,10 +37,24 @@ class Sharded:
 
 
 def run(
-    fn: Callable[..., Any], args: Sequence[Any], specs: Sequence[Any], mesh: Any, *, exact: bool = False, rules: Any = None
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    specs: Sequence[Any],
+    mesh: Any,
+    *,
+    exact: bool = False,
+    rules: Any = None,
 ) -> Sharded:
     """Compares `fn` under fp.jit with the plain function."""
-    jitted = fp.jit(fn, mesh=mesh, rules=rules) if rules is not None else fp.jit(fn, mesh=mesh, in_shardings=tuple(specs))
+
+    def step(*args: Any) -> Any:
+        return {"out": fn(*args)}  # unlike any argument, so that the results lie as they come out
+
+    jitted = (
+        fp.jit(step, mesh=mesh, rules=rules)
+        if rules is not None
+        else fp.jit(step, mesh=mesh, in_shardings=tuple(specs))
+    )
     lowered = jitted.lower(*args)
     outs = fp.tree.leaves(jitted(*args))
     expected = fp.tree.leaves(fn(*args))

@@ -6,13 +6,20 @@ gives a vector and a matrix. The dims in front are batch dims; they broadcast.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fparallel.compiler.graph import Node, Value
 from fparallel.compiler.rules.pointwise import broadcast_dims
-from fparallel.compiler.rules.registry import Dims, Factors, LocalCall, Placed, Rule, argument, local_or_empty, rule
+from fparallel.compiler.rules.registry import (
+    Dims,
+    Factors,
+    LocalCall,
+    Placed,
+    Rule,
+    argument,
+    local_or_empty,
+    rule,
+)
 from fparallel.schedule.segment import LocalShape
 
 _TAILS = {
@@ -80,7 +87,10 @@ def _from_table(node: Node) -> Rule | None:
     left, _, right = _TAILS[node.target].partition(" -> ")
     ins = [int(n) for n in left.split()][: len(node.inputs)]
     made = batched(node, ins, [int(n) for n in right.split()])
-    if node.target.endswith("_backward.default") and node.target.removeprefix("aten.").removesuffix("_backward.default") in _RESIZE_BACKWARD:
+    if (
+        node.target.endswith("_backward.default")
+        and node.target.removeprefix("aten.").removesuffix("_backward.default") in _RESIZE_BACKWARD
+    ):
 
         def local(placed: Placed) -> LocalCall:
             args = list(node.args)
@@ -178,7 +188,14 @@ def grid_sampler_backward(node: Node) -> Rule:
     mask = node.args[-1]
     outs: list[Dims] = [src if mask[0] else (), grid if mask[1] else ()]
     sums = {f for (f,) in out[1:]}
-    return Rule(factors.sizes, [out, src, grid], outs, reduce=dict.fromkeys(sums, "sum"), locked=locked, local=local_or_empty)
+    return Rule(
+        factors.sizes,
+        [out, src, grid],
+        outs,
+        reduce=dict.fromkeys(sums, "sum"),
+        locked=locked,
+        local=local_or_empty,
+    )
 
 
 def _grid(x: Value, grid: Value) -> tuple[Factors, Dims, Dims, Dims, set[int]]:
@@ -202,7 +219,9 @@ def unfold(node: Node) -> Rule:
     src = factors.dims(shape)
     windows, size = factors.new(node.outs[0].shape[dim]), factors.new(node.outs[0].shape[-1])
     out = (*src[:dim], (windows,), *src[dim + 1 :], (size,))
-    return Rule(factors.sizes, [src], [out], locked={src[dim][0], windows, size}, linear=[frozenset((0,))], view=True)
+    return Rule(
+        factors.sizes, [src], [out], locked={src[dim][0], windows, size}, linear=[frozenset((0,))], view=True
+    )
 
 
 @rule("aten.unfold_backward.default")
@@ -219,7 +238,14 @@ def unfold_backward(node: Node) -> Rule:
     def local(placed: Placed) -> LocalCall:
         return local_or_empty(placed, (grad, LocalShape(placed.outs[0]), dim, size, step))
 
-    return Rule(factors.sizes, [src], [out], locked={out[dim][0], windows, tail}, linear=[frozenset((0,))], local=local)
+    return Rule(
+        factors.sizes,
+        [src],
+        [out],
+        locked={out[dim][0], windows, tail},
+        linear=[frozenset((0,))],
+        local=local,
+    )
 
 
 @rule("aten.searchsorted.Tensor")

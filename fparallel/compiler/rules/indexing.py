@@ -10,7 +10,15 @@ import torch
 from fparallel.compiler.graph import Node, Value
 from fparallel.compiler.rules.factories import is_zeros
 from fparallel.compiler.rules.pointwise import broadcast_dims
-from fparallel.compiler.rules.registry import Dims, Factors, LocalCall, Placed, Rule, argument, local_or_empty, rule
+from fparallel.compiler.rules.registry import (
+    Dims,
+    Factors,
+    LocalCall,
+    Placed,
+    Rule,
+    argument,
+    rule,
+)
 from fparallel.layout import Layout
 from fparallel.schedule.segment import Runs
 
@@ -32,7 +40,9 @@ def embedding(node: Node) -> Rule:
             return "local.embedding", (weight, index, _rows(placed, placed.ins[0], 0)), {}
         return node.target, (weight, index), {}
 
-    return Rule(factors.sizes, [((vocab,), (embed,)), idx], [(*idx, (embed,))], reduce={vocab: "sum"}, local=local)
+    return Rule(
+        factors.sizes, [((vocab,), (embed,)), idx], [(*idx, (embed,))], reduce={vocab: "sum"}, local=local
+    )
 
 
 @rule("aten.embedding_dense_backward.default")
@@ -63,7 +73,12 @@ def gather(node: Node) -> Rule:
     factors = Factors()
     out = factors.dims(index.shape)
     if not src.shape or len(src.shape) != len(index.shape):  # an empty index may have any rank
-        return Rule(factors.sizes, [tuple((factors.new(s),) for s in src.shape), out], [out], locked=set(range(len(factors.sizes))))
+        return Rule(
+            factors.sizes,
+            [tuple((factors.new(s),) for s in src.shape), out],
+            [out],
+            locked=set(range(len(factors.sizes))),
+        )
     along = factors.new(src.shape[dim])
     ins: list[tuple[int, ...]] = []
     locked = set()
@@ -81,7 +96,9 @@ def gather(node: Node) -> Rule:
         for d in range(src.dim()):
             src = src if d == dim else src.narrow(d, 0, index.shape[d])
         classes = torch.arange(src.shape[dim], device=src.device)
-        hit = index.unsqueeze(dim + 1) == classes.reshape([-1 if d == dim + 1 else 1 for d in range(src.dim() + 1)])
+        hit = index.unsqueeze(dim + 1) == classes.reshape(
+            [-1 if d == dim + 1 else 1 for d in range(src.dim() + 1)]
+        )
         picked = torch.where(hit, src.unsqueeze(dim), torch.zeros((), dtype=src.dtype, device=src.device))
         return picked.sum(dim + 1).to(src.dtype)
 
@@ -95,27 +112,30 @@ def gather(node: Node) -> Rule:
 @rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.scatter_reduce.two", "aten.scatter.reduce",
       "aten.scatter.value_reduce")  # fmt: skip
 def scatter(node: Node) -> Rule:
-    """Dims other than `dim` shard where all operands agree."""
-    dim = node.args[1]
-    shape = node.outs[0].shape
+    """Dims other than `dim` shard where all operands agree; scatter_add also along `dim`: each rank adds its own."""
+    shape, dim, rest = node.outs[0].shape, node.args[1], node.inputs[1:]
     factors = Factors()
-    if not shape:
-        return Rule([], [()] * len(node.inputs), [()])
-    dim %= len(shape)
     out = factors.dims(shape)
-    locked = {out[dim][0]}
-    for value in node.inputs[1:]:
-        for d, size in enumerate(value.shape):
-            if size != shape[d]:
-                locked.add(out[d][0])
+    if any(len(value.shape) != len(shape) for value in rest) or not shape:  # an empty index may have any rank
+        ins = [tuple((factors.new(size),) for size in value.shape) for value in rest]
+        return Rule(factors.sizes, [out, *ins], [out], locked=set(range(len(factors.sizes))))
+    dim %= len(shape)
+    adds = node.target == "aten.scatter_add.default"
+    locked = set() if adds else {out[dim][0]}
+    for value in rest:
+        locked |= {out[d][0] for d, size in enumerate(value.shape) if size != shape[d] and d != dim}
     ins = [out]
-    for value in node.inputs[1:]:
-        dims = tuple(
-            out[d] if size == shape[d] and d != dim else (factors.new(size),) for d, size in enumerate(value.shape)
-        )
-        locked |= {f for d, size in zip(dims, value.shape, strict=True) for f in d if f >= len(shape)}
-        ins.append(dims)
-    return Rule(factors.sizes, ins, [out], locked=locked)
+    for value in rest:
+        agree = [size == shape[d] and d != dim for d, size in enumerate(value.shape)]
+        ins.append(tuple(out[d] if agree[d] else (factors.new(size),) for d, size in enumerate(value.shape)))
+        locked |= {f for dims in ins[-1] for f in dims if f >= len(shape)}
+
+    def local(placed: Placed) -> LocalCall:
+        if not adds or not placed.axes[out[dim][0]]:
+            return node.target, node.args, node.kwargs
+        return "local.scatter_add", (node.args[0], dim, *rest, Runs(Layout((placed.outs[0].dims[dim],)))), {}
+
+    return Rule(factors.sizes, ins, [out], locked=locked, local=local)
 
 
 @rule("aten.index_reduce.default")
@@ -126,7 +146,12 @@ def index_reduce(node: Node) -> Rule:
     out = factors.dims(x.shape)
     picked = factors.new(index.numel)
     if not x.shape:
-        return Rule(factors.sizes, [(), tuple((picked,) for _ in index.shape), tuple((picked,) for _ in source.shape)], [()], locked={picked})
+        return Rule(
+            factors.sizes,
+            [(), tuple((picked,) for _ in index.shape), tuple((picked,) for _ in source.shape)],
+            [()],
+            locked={picked},
+        )
     dim %= len(x.shape)
     source_dims = tuple((picked,) if d == dim else out[d] for d in range(len(source.shape)))
     ins: list[Dims] = [out, tuple((picked,) for _ in index.shape), source_dims]
@@ -145,7 +170,9 @@ def index_select(node: Node) -> Rule:
     locked = {dims[dim][0]}
     out = list(dims)
     out[dim] = (picked,)
-    return Rule(factors.sizes, [tuple(dims), tuple((picked,) for _ in index.shape)], [tuple(out)], locked=locked)
+    return Rule(
+        factors.sizes, [tuple(dims), tuple((picked,) for _ in index.shape)], [tuple(out)], locked=locked
+    )
 
 
 class _Indexed:
@@ -201,13 +228,22 @@ def _counts_along(value: Value, size: int) -> int | None:
         start = node.args[0] if node.target != "aten.arange.default" else 0
         step = node.args[2] if node.target == "aten.arange.start_step" and len(node.args) > 2 else 1
         return 0 if (start, step) == (0, 1) and value.shape == (size,) else None
-    if node.target in ("aten.unsqueeze.default", "aten.view.default", "aten._to_copy.default", "aten.clone.default", "aten.expand.default"):
+    if node.target in (
+        "aten.unsqueeze.default",
+        "aten.view.default",
+        "aten._to_copy.default",
+        "aten.clone.default",
+        "aten.expand.default",
+    ):
         before = _counts_along(node.args[0], size)
         if before is None:
             return None
         if node.target == "aten.expand.default":
             return before + len(value.shape) - len(node.args[0].shape)
-        if node.target in ("aten.unsqueeze.default", "aten.view.default") and node.args[0].numel == value.numel == size:
+        if (
+            node.target in ("aten.unsqueeze.default", "aten.view.default")
+            and node.args[0].numel == value.numel == size
+        ):
             return next((d for d, n in enumerate(value.shape) if n == size), None)
         return before if value.shape == node.args[0].shape else None
     return None
@@ -251,7 +287,12 @@ def index_put(node: Node) -> Rule | None:
     ins = [at.x, *at.ins, broadcast_dims(at.picked, values.shape, shape)]
     positions = {f for d in at.common for f in d} - {f for d in at.x for f in d}
     if not accumulate:
-        return Rule(at.factors.sizes, ins, [at.x], locked=positions | set(at.own.values()) | {f for d in at.common for f in d})
+        return Rule(
+            at.factors.sizes,
+            ins,
+            [at.x],
+            locked=positions | set(at.own.values()) | {f for d in at.common for f in d},
+        )
 
     def local(placed: Placed) -> LocalCall:
         args = at.local_args(placed.outs[0])
@@ -260,7 +301,7 @@ def index_put(node: Node) -> Rule | None:
         return "local.index_put", (x, values, *args, at.lead), {}
 
     def expansion(x: Any, indices: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
-        return x + torch.zeros_like(x).index_put(indices, values, accumulate=True)
+        return x + torch.ops.aten.index_put.default(torch.zeros_like(x), indices, values, True)
 
     zeros = x.node is not None and is_zeros(x.node)  # then every rank may start from them
     return Rule(
@@ -320,11 +361,12 @@ def nll_loss_backward(node: Node) -> Rule | None:
     return Rule(factors.sizes, ins, [((n,), (c,))], expand={c: _nll_loss_backward})
 
 
-def _nll_loss_backward(grad: Any, logp: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any) -> Any:
+def _nll_loss_backward(
+    grad: Any, logp: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any
+) -> Any:
     classes = torch.arange(logp.shape[1], device=logp.device)
     hit = (target.unsqueeze(1) == classes) & (target != ignore).unsqueeze(1)
     scale = -grad / total if reduction == 1 else -grad
     scale = scale.unsqueeze(1) if scale.dim() else scale
     full = scale.expand(logp.shape) if weight is None else scale * weight
     return torch.where(hit, full, torch.zeros((), dtype=logp.dtype, device=logp.device))
-

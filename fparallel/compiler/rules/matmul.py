@@ -15,14 +15,20 @@ from fparallel.schedule.segment import LocalShape
 @rule("aten.mm.default")
 def mm(node: Node) -> Rule:
     (m, k), (_, n) = (v.shape for v in node.inputs)
-    return Rule([m, k, n], [((0,), (1,)), ((1,), (2,))], [((0,), (2,))], reduce={1: "sum"}, flops=2 * m * k * n)
+    return Rule(
+        [m, k, n], [((0,), (1,)), ((1,), (2,))], [((0,), (2,))], reduce={1: "sum"}, flops=2 * m * k * n
+    )
 
 
 @rule("aten.bmm.default")
 def bmm(node: Node) -> Rule:
     (b, m, k), (_, _, n) = (v.shape for v in node.inputs)
     return Rule(
-        [b, m, k, n], [((0,), (1,), (2,)), ((0,), (2,), (3,))], [((0,), (1,), (3,))], reduce={2: "sum"}, flops=2 * b * m * k * n
+        [b, m, k, n],
+        [((0,), (1,), (2,)), ((0,), (2,), (3,))],
+        [((0,), (1,), (3,))],
+        reduce={2: "sum"},
+        flops=2 * b * m * k * n,
     )
 
 
@@ -86,8 +92,15 @@ class _Convolution:
         self.factors = Factors()
         self.n, self.i, self.o = (self.factors.new(s) for s in (x.shape[0], x.shape[1], out.shape[1]))
         self.locked = {self.i, self.o} if groups > 1 else set()
-        first, second = ((self.i, x.shape[1]), (self.o, out.shape[1])) if transposed else ((self.o, out.shape[1]), (self.i, x.shape[1]))
-        channels = tuple((f if size == weight.shape[d] else self._whole(weight.shape[d]),) for d, (f, size) in enumerate((first, second)))
+        first, second = (
+            ((self.i, x.shape[1]), (self.o, out.shape[1]))
+            if transposed
+            else ((self.o, out.shape[1]), (self.i, x.shape[1]))
+        )
+        channels = tuple(
+            (f if size == weight.shape[d] else self._whole(weight.shape[d]),)
+            for d, (f, size) in enumerate((first, second))
+        )
         self.x: Dims = ((self.n,), (self.i,), *self._space(x))
         self.out: Dims = ((self.n,), (self.o,), *self._space(out))
         self.weight: Dims = (*channels, *self._space(weight))
@@ -109,7 +122,9 @@ def convolution(node: Node) -> Rule:
     c = _Convolution(x, weight, node.outs[0], transposed=node.args[6], groups=node.args[8])
 
     def expansion(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
-        return torch.ops.aten.convolution.default(x, weight, None, *rest) + bias.view(-1, *[1] * (x.dim() - 2))
+        return torch.ops.aten.convolution.default(x, weight, None, *rest) + bias.view(
+            -1, *[1] * (x.dim() - 2)
+        )
 
     return Rule(
         c.factors.sizes, [c.x, c.weight] + ([((c.o,),)] if bias is not None else []), [c.out], reduce={c.i: "sum"},
@@ -131,7 +146,18 @@ def convolution_backward(node: Node) -> Rule:
             args[3] = LocalShape(placed.outs[2])
         return local_or_empty(placed, tuple(args))
 
+    def expansion(grad: Any, x: Any, weight: Any, sizes: Any, *rest: Any) -> Any:
+        gx, gw, _ = torch.ops.aten.convolution_backward.default(
+            grad, x, weight, None, *rest[:-1], [*mask[:2], False]
+        )
+        return (
+            gx,
+            gw,
+            grad.sum([0, *range(2, grad.dim())]),
+        )  # the same on every rank, even one without channels of x
+
     return Rule(
         c.factors.sizes, [c.out, c.x, c.weight], [o if keep else () for o, keep in zip(outs, mask, strict=True)],
         reduce={c.n: "sum", c.o: "sum"}, locked=c.locked, flops=2 * c.flops, local=local,
+        expand={c.i: expansion} if mask[2] else {},
     )  # fmt: skip

@@ -273,7 +273,7 @@ def layer_norm_backward(node: Node) -> Rule:
     outs = [full if mask[0] else (), tail if mask[1] else (), tail if mask[2] else ()]
     return Rule(
         factors.sizes, ins, outs, reduce=dict.fromkeys([f for d in lead for f in d], "sum"),
-        expand=dict.fromkeys([f for d in tail for f in d], expansion),
+        local=lambda placed: ("local.layer_norm_backward", placed.node.args, placed.node.kwargs), expand=dict.fromkeys([f for d in tail for f in d], expansion),
     )  # fmt: skip
 
 

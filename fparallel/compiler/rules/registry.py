@@ -66,7 +66,11 @@ def local_or_empty(placed: Placed, args: tuple[Any, ...] | None = None) -> Local
     shapes = [LocalShape(layout) for layout in placed.outs]
     dtypes = [out.dtype for out in node.outs]
     uneven = [value for value, layout in zip(node.inputs, placed.ins, strict=True) if not layout.is_even]
-    return "local.or_empty", (node.target, list(args), sorted(node.kwargs.items()), uneven, shapes, dtypes), {}
+    return (
+        "local.or_empty",
+        (node.target, list(args), sorted(node.kwargs.items()), uneven, shapes, dtypes),
+        {},
+    )
 
 
 @dataclass
@@ -153,7 +157,9 @@ def find_rule(node: Node) -> Rule | None:
 _SIDE = re.compile(r"^[\w\s(),\[\]]*$")
 
 
-def register_rule(op: Any, rule_text: str, *, replicate: str = "", linear: Sequence[int] = (), reduce: str = "sum") -> None:
+def register_rule(
+    op: Any, rule_text: str, *, replicate: str = "", linear: Sequence[int] = (), reduce: str = "sum"
+) -> None:
     """Teaches the compiler how an op shards.
 
     Args:
@@ -178,7 +184,23 @@ def register_rule(op: Any, rule_text: str, *, replicate: str = "", linear: Seque
     names = {name for operand in ins + outs for dim in operand for name in dim}
     for name in whole:
         if name not in names:
-            raise RuleError(f"replicate={name!r} is no factor of {rule_text!r}", fix="name factors of the rule")
+            raise RuleError(
+                f"replicate={name!r} is no factor of {rule_text!r}", fix="name factors of the rule"
+            )
+
+    given = {name for operand in ins for dim in operand for name in dim}
+    for operand in (*ins, *outs):
+        flat = [name for dim in operand for name in dim]
+        twice = {name for name in flat if flat.count(name) > 1}
+        if twice:
+            raise RuleError(
+                f"{rule_text!r} names {', '.join(sorted(twice))} twice in one tensor",
+                fix="give each dim factors of its own",
+            )
+    unlocked = names - given - set(whole)
+    if unlocked:
+        raise RuleError(f"{rule_text!r}: {', '.join(sorted(unlocked))} is a factor of a result alone",
+                        fix=f"say that it is made whole: replicate={' '.join(sorted(unlocked))!r}")  # fmt: skip
 
     def make(node: Node) -> Rule:
         ids: dict[str, int] = {}
@@ -190,7 +212,11 @@ def register_rule(op: Any, rule_text: str, *, replicate: str = "", linear: Seque
         known: dict[str, int] = {}
         for value, operand in values:
             if len(value.shape) != len(operand):
-                raise RuleError(f"the rule {rule_text!r} does not fit {target}: {value}", fix="mend the rule", where=node.source)
+                raise RuleError(
+                    f"the rule {rule_text!r} does not fit {target}: {value}",
+                    fix="mend the rule",
+                    where=node.source,
+                )
             for size, dim in zip(value.shape, operand, strict=True):
                 if len(dim) == 1:
                     known[dim[0]] = size
@@ -201,7 +227,10 @@ def register_rule(op: Any, rule_text: str, *, replicate: str = "", linear: Seque
                 for name in dim:
                     rest = rest // known.get(name, 1) if known.get(name, 1) else 0
                 if len(open_names) > 1:
-                    raise RuleError(f"{target}: the sizes of {open_names} in {rule_text!r} are unknown", fix="give them dims of their own")
+                    raise RuleError(
+                        f"{target}: the sizes of {open_names} in {rule_text!r} are unknown",
+                        fix="give them dims of their own",
+                    )
                 if open_names:
                     known[open_names[0]] = rest
         for name, size in known.items():

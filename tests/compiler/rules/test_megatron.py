@@ -43,7 +43,9 @@ def test_matrix_product(x, w, moves, out):
     assert made.layouts == [out]
 
 
-@pytest.mark.parametrize(("b", "w", "moves"), [(P("tp"), P("tp"), []), (P(), P(None, "tp"), ["all_reduce[tp] sum [6,8]"])])
+@pytest.mark.parametrize(
+    ("b", "w", "moves"), [(P("tp"), P("tp"), []), (P(), P(None, "tp"), ["all_reduce[tp] sum [6,8]"])]
+)
 def test_linear_with_bias(b, w, moves):
     """The bias is added once, whichever rank holds it."""
     args = (whole(0, 6, 12), whole(1, 8, 12), whole(2, 8))
@@ -75,7 +77,9 @@ EMBEDDING = [
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(("table", "tokens", "moves", "out"), EMBEDDING)
-@pytest.mark.parametrize("lookup", [lambda t, i: F.embedding(i, t), lambda t, i: t[i]], ids=["embedding", "index"])
+@pytest.mark.parametrize(
+    "lookup", [lambda t, i: F.embedding(i, t), lambda t, i: t[i]], ids=["embedding", "index"]
+)
 def test_embedding(mesh, table, tokens, moves, out, lookup):
     made = run(lookup, (whole(0, 10, 8), index(1, 10, 3, 5)), (table, tokens), mesh, exact=True)
     assert made.collectives == moves
@@ -83,7 +87,9 @@ def test_embedding(mesh, table, tokens, moves, out, lookup):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("lookup", [lambda t, i: F.embedding(i, t), lambda t, i: t[i]], ids=["embedding", "index"])
+@pytest.mark.parametrize(
+    "lookup", [lambda t, i: F.embedding(i, t), lambda t, i: t[i]], ids=["embedding", "index"]
+)
 @pytest.mark.parametrize("table", [P("tp"), P(None, "tp")], ids=str)
 def test_embedding_gradient_stays_where_the_table_is(mesh, lookup, table):
     args = (whole(0, 10, 8), index(1, 10, 3, 5), whole(2, 3, 5, 8))
@@ -92,7 +98,9 @@ def test_embedding_gradient_stays_where_the_table_is(mesh, lookup, table):
     assert not any("[10,8]" in move for move in made.collectives)
 
 
-@pytest.mark.parametrize("lookup", [lambda t, i: F.embedding(i, t), lambda t, i: t[i]], ids=["embedding", "index"])
+@pytest.mark.parametrize(
+    "lookup", [lambda t, i: F.embedding(i, t), lambda t, i: t[i]], ids=["embedding", "index"]
+)
 def test_embedding_gradient_over_tokens_is_one_sum(lookup):
     args = (whole(0, 10, 8), index(1, 10, 4, 5), whole(2, 4, 5, 8))
     made = run(grads(lookup, 0), args, (P(), P("tp"), P("tp")), TP, exact=True)
@@ -164,9 +172,9 @@ def test_picking_by_position_is_local(spec):
 def test_gather_along_the_vocabulary(spec):
     logits, y = whole(0, 6, 8), index(1, 8, 6, 1)
     made = run(lambda x, y: x.gather(1, y).squeeze(1), (logits, y), (spec, P()), TP, exact=True)
-    assert made.collectives == (["all_reduce[tp] sum [6,1]"] if spec == P(None, "tp") else []) or made.collectives == [
-        "all_reduce[tp] sum [6]"
-    ]
+    assert made.collectives == (
+        ["all_reduce[tp] sum [6,1]"] if spec == P(None, "tp") else []
+    ) or made.collectives == ["all_reduce[tp] sum [6]"]
 
 
 # ---------------------------------------------------------------- norms
@@ -266,7 +274,12 @@ def test_fewer_kv_heads_than_ranks(name):
     made = run(fn, args, (P(None, "tp"), sharding, sharding), mesh)
     assert made.collectives == []
     assert made.layouts == ["f64[2,4@tp,6,8]"]
-    made = run(grads(fn, 0, 1, 2), (*args, real(3, 2, 4, 6, 8)), (P(None, "tp"), sharding, sharding, P(None, "tp")), mesh)
+    made = run(
+        grads(fn, 0, 1, 2),
+        (*args, real(3, 2, 4, 6, 8)),
+        (P(None, "tp"), sharding, sharding, P(None, "tp")),
+        mesh,
+    )
     assert not any("gather" in move for move in made.collectives)
     assert made.layouts[1] == "f64[2,4@tp,6,8]"
 
