@@ -101,6 +101,23 @@ def compact(size: int, axes: Sequence[Axis]) -> tuple[Axis, ...]:
     return tuple(merged)
 
 
+def axis_atoms(*lists: Sequence[Axis]) -> dict[str, tuple[Axis, ...]]:
+    """Per axis name its digits, cut at every sub-axis boundary; names whose cuts do not nest are left out."""
+    cuts: dict[str, set[int]] = {}
+    totals: dict[str, int] = {}
+    for axis in itertools.chain(*lists):
+        cuts.setdefault(axis.name, {1, axis.total}).update((axis.pre, axis.pre * axis.size))
+        totals[axis.name] = axis.total
+    atoms = {}
+    for name, bounds in cuts.items():
+        chain = sorted(bounds)
+        if len(chain) > 2 and not any(high % low for low, high in itertools.pairwise(chain)):
+            total = totals[name]
+            digits = itertools.pairwise(chain)
+            atoms[name] = tuple(Axis(name, high // low, low, total) for low, high in digits)
+    return atoms
+
+
 def refine_axes(size: int, axes: Sequence[Axis], atoms: Mapping[str, tuple[Axis, ...]]) -> tuple[Axis, ...]:
     """`axes` written as the sub-axes in `atoms`, except where that would change the pieces of range(size)."""
     result: tuple[Axis, ...] = ()
@@ -112,29 +129,32 @@ def refine_axes(size: int, axes: Sequence[Axis], atoms: Mapping[str, tuple[Axis,
 
 
 def normal_dim(factors: Iterable[Factor]) -> Dim:
-    """The shortest chain of factors with the same index sets; an empty dim is one factor of 0."""
+    """The shortest chain of factors with the same index sets.
+
+    An empty dim is one factor of 0. What shards factors of 1 (one rank has it, the others have nothing) says
+    the same anywhere in the chain, and stands first.
+    """
+    ones: tuple[Axis, ...] = ()
     result: list[Factor] = []
     for factor in factors:
         if factor.size == 0:
             return (Factor(0),)
         axes = tuple(axis for axis in factor.axes if axis.size > 1)
         factor = Factor(factor.size, axes)
-        if factor.size == 1 and not axes:
+        if factor.size == 1:
+            ones += axes
             continue
         if result and _joins(result[-1], factor):
             result[-1] = Factor(result[-1].size * factor.size, result[-1].axes + axes)
         else:
             result.append(factor)
+    if ones:
+        result.insert(0, Factor(1, ones))
     return tuple(result) or (Factor(1),)
 
 
 def _joins(a: Factor, b: Factor) -> bool:
-    """Whether (a b) has the index sets of the one factor that has the axes of both.
-
-    A sharded factor of 1, which one rank has and the others have not, stands alone.
-    """
-    if b.size == 1 and a.size > 1:
-        return False
+    """Whether (a b) has the index sets of the one factor that has the axes of both."""
     shards = a.num_shards
     if not b.axes and a.size % shards == 0:
         return True
@@ -405,26 +425,19 @@ def common_refinement(*chains: Sequence[int]) -> tuple[int, ...] | None:
 def align(a: Dim, b: Dim) -> tuple[Dim, Dim] | None:
     """Two dims of one size over one common chain of factors, or None if their shards do not allow it.
 
-    `8@dp` and `(2 4@tp)` are `(2@dp 4)` and `(2 4@tp)`. A factor of 1 that is sharded (one rank has it, the
-    others have nothing) keeps its place in the chain.
+    `8@dp` and `(2 4@tp)` are `(2@dp 4)` and `(2 4@tp)`.
     """
     a, b = normal_dim(a), normal_dim(b)
     if len(a) == len(b) and all(x.size == y.size for x, y in zip(a, b, strict=True)):
         return a, b
-    bounds, ones = {1}, set()
-    for dim in (a, b):
-        product = 1
-        for factor in reversed(dim):
-            if factor.size == 1 and factor.axes:
-                ones.add(product)
-            product *= factor.size
-            bounds.add(product)
-    ordered = sorted(bounds, reverse=True)
-    chain = [1] if ordered[0] in ones else []
-    for high, low in itertools.pairwise(ordered):
-        if high % low:
-            return None
-        chain += [high // low, 1] if low in ones else [high // low]
+    chain = common_refinement([f.size for f in a], [f.size for f in b])
+    if chain is None:
+        return None
+    atoms = axis_atoms(*(f.axes for f in a + b))
+    if atoms:
+        a, b = (tuple(Factor(f.size, refine_axes(f.size, f.axes, atoms)) for f in dim) for dim in (a, b))
+    if a[0].size == 1 or b[0].size == 1:
+        chain = (1, *chain)
     left, right = regroup(a, chain, cut_axes=True), regroup(b, chain, cut_axes=True)
     return None if left is None or right is None else (left, right)
 
@@ -438,12 +451,17 @@ def regroup(dim: Dim, sizes: Sequence[int], *, cut_axes: bool = False) -> Dim | 
         return tuple(Factor(size) for size in sizes)
     if math.prod(sizes) == 0:
         return None
-    left = [f for f in dim if f.size != 1 or f.axes]
+    ones = tuple(axis for f in dim for axis in f.axes if f.size == 1)
+    left = [f for f in dim if f.size != 1]
     result = []
     for size in sizes:
+        if size == 1:
+            result.append(Factor(1, ones))
+            ones = ()
+            continue
         parts: list[Factor] = []
         need = size
-        while need > 1 or (left and left[0].size == 1 and left[0].axes and size == 1 and not parts):
+        while need > 1:
             if not left:
                 return None
             head = left.pop(0)
@@ -457,13 +475,11 @@ def regroup(dim: Dim, sizes: Sequence[int], *, cut_axes: bool = False) -> Dim | 
             parts.append(split[0])
             left.insert(0, split[1])
             need = 1
-        merged = normal_dim(parts) if parts else (Factor(size),)
+        merged = normal_dim(parts)
         if len(merged) != 1:
             return None
         result.append(merged[0])
-    if left:
-        return None
-    return tuple(result)
+    return None if left or ones else tuple(result)
 
 
 def split_factor(factor: Factor, major: int, *, cut_axes: bool = False) -> tuple[Factor, Factor] | None:

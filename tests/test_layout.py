@@ -122,7 +122,7 @@ def test_shapes_and_sizes():
         ("[(3@tp 2)]", "[6@tp]"),  # pieces of 2, 2, 2, 0
         ("[(5@tp 3)]", "[(5@tp 3)]"),  # pieces of 6, 6, 3, 0 are not those of 15@tp
         ("[(1 8@tp 1)]", "[8@tp]"),
-        ("[(1@tp 6)]", "[(1@tp 6)]"),
+        ("[(6@dp 1@tp)]", "[(1@tp 6@dp)]"),  # one rank has it, wherever the factor of 1 stands
         ("[(0@tp 3@dp)]", "[0]"),
         ("[8@tp:(1)2*tp:(2)2]", "[8@tp]"),
         ("[5@tp:(1)2*tp:(2)2]", "[5@tp:(1)2*tp:(2)2]"),  # pieces of 2, 1, 1, 1; those of 5@tp are 2, 2, 1, 0

@@ -21,9 +21,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from fparallel.errors import LayoutError
-from fparallel.layout import Factor, Layout, align, atoms_of, compact, refine_axes, same, same_dim
+from fparallel.layout import (
+    Factor,
+    Layout,
+    align,
+    atoms_of,
+    axis_atoms,
+    compact,
+    refine_axes,
+    same,
+    same_dim,
+)
 from fparallel.mesh import Axis, axes_text, merge_axes
-from fparallel.schedule.geometry import axis_atoms, find_axes
+from fparallel.schedule.geometry import find_axes
 
 LOCAL = ("slice", "mask")
 Unreduced = tuple[tuple[Axis, str], ...]
@@ -358,32 +368,35 @@ def _over_permutes(src: Layout, dst: Layout) -> Iterator[tuple[Step, ...]]:
         extra = tuple(a for a in slot.have if a not in wanted)
         detour.append((kept + new, slot.want + extra))
     for ends in (direct, detour) if direct != detour else (direct,):
-        if not _permutes(state.slots, ends):
+        used = {axis for a, b in ends for axis in a + b}
+        moved = {axis for a, b in ends if a != b for axis in a + b}
+        if not moved or not all(a.independent(b) for a, b in itertools.combinations(used, 2)):
             continue
         pending = tuple(u for u in state.unreduced if u[0] not in held | wanted)
         low = _with_lists(state, [a for a, _ in ends], pending)
         high = _with_lists(state, [b for _, b in ends], pending)
-        moved = {axis for a, b in ends if a != b for axis in a + b}
         low, high = src if same(src, low) else low, dst if same(dst, high) else high
+        if not _exchangeable(low, high):
+            continue
         axes = merge_axes(sorted(moved, key=lambda axis: (axis.name, axis.pre)))
-        step = Step("permute", axes, low, high)
-        yield (*_path(src, low), step, *_path(high, dst))
+        yield (*_path(src, low), Step("permute", axes, low, high), *_path(high, dst))
 
 
 def _path(src: Layout, dst: Layout) -> tuple[Step, ...]:
     return () if src == dst else _greedy(src, dst)
 
 
-def _permutes(slots: list[_Slot], ends: list[tuple[tuple[Axis, ...], tuple[Axis, ...]]]) -> bool:
-    """Whether every factor is cut into as many equal parts on both sides, and some factor by other axes."""
-    used = {axis for a, b in ends for axis in a + b}
-    if any(not a.independent(b) for a, b in itertools.combinations(used, 2)):
-        return False
-    for slot, (a, b) in zip(slots, ends, strict=True):
-        shards = math.prod(axis.size for axis in a)
-        if a != b and (slot.size % shards or shards != math.prod(axis.size for axis in b)):
+def _exchangeable(a: Layout, b: Layout) -> bool:
+    """Whether every factor is cut alike by both layouts, or by each into as many equal parts."""
+    for old, new in zip(a.dims, b.dims, strict=True):
+        pair = align(old, new)
+        if pair is None:
             return False
-    return any(a != b for a, b in ends)
+        for x, y in zip(*pair, strict=True):
+            equal_parts = x.size % x.num_shards == 0 and x.num_shards == y.num_shards
+            if not equal_parts and compact(x.size, x.axes) != compact(y.size, y.axes):
+                return False
+    return True
 
 
 def _with_lists(state: _State, lists: list[tuple[Axis, ...]], unreduced: Unreduced) -> Layout:

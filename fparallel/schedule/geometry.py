@@ -21,6 +21,7 @@ from fparallel.layout import (
     Factor,
     Layout,
     align,
+    axis_atoms,
     chunk_sizes,
     identity,
     piece,
@@ -59,23 +60,6 @@ class AllToAll:
 
 
 # ---------------------------------------------------------------- axes of a factor
-
-
-def axis_atoms(*lists: Sequence[Axis]) -> dict[str, tuple[Axis, ...]]:
-    """Per axis name its digits, cut at every sub-axis boundary; names whose cuts do not nest are left out."""
-    cuts: dict[str, set[int]] = {}
-    totals: dict[str, int] = {}
-    for axis in itertools.chain(*lists):
-        cuts.setdefault(axis.name, {1, axis.total}).update((axis.pre, axis.pre * axis.size))
-        totals[axis.name] = axis.total
-    atoms = {}
-    for name, bounds in cuts.items():
-        chain = sorted(bounds)
-        if len(chain) > 2 and not any(high % low for low, high in itertools.pairwise(chain)):
-            total = totals[name]
-            digits = itertools.pairwise(chain)
-            atoms[name] = tuple(Axis(name, high // low, low, total) for low, high in digits)
-    return atoms
 
 
 def find_axes(axes: Sequence[Axis], part: Sequence[Axis]) -> int | None:

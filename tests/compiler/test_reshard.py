@@ -100,6 +100,34 @@ def test_a_permutation_is_preferred_only_where_it_sends_less():
     assert cost(src, dst, 1) == 1 * 15 / 16 + 2 / 2
 
 
+AWKWARD = [
+    # A sharded factor of 1 says the same anywhere in its dim.
+    ((4, 2), ("dp", "tp"), "[(1@tp 4@dp)]", "[(4@dp:(2)2 1@tp)]"),
+    ((4, 2), ("dp", "tp"), "[4@dp*tp]", "[(1@tp 4@dp:(2)2)]"),
+    ((4,), ("dp",), "[(2 1@dp)]", "[2@dp:(2)2]"),
+    # Uneven factors whose axis the other layout cuts into digits.
+    ((2, 6), ("dp", "tp"), "[4@tp,6]", "[(2 2@tp:(3)2),6@tp:(1)3]{unreduced: dp:sum}"),
+    ((4, 4), ("dp", "tp"), "[6@dp]", "[(3@dp:(1)2 2)]"),
+    ((4, 4), ("dp", "tp"), "[(4 2@tp:(2)2)]", "[8@dp:(2)2*tp]"),
+    ((4,), ("dp",), "[1@dp,2]", "[1,2@dp:(1)2*dp:(2)2]"),
+    # The axis of a pending sum that another axis gives way to.
+    ((2, 4), ("dp", "tp"), "[2@dp]{unreduced: tp:sum}", "[2@tp:(2)2]"),
+    # Digits that do not nest are no independent axes.
+    ((6,), ("dp",), "[6@dp:(3)2]", "[6@dp:(2)3]"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "names", "src", "dst"), AWKWARD)
+def test_awkward_pairs(sizes, names, src, dst):
+    mesh = make_mesh(sizes, names, kind="simulated")
+    for a, b in ((src, dst), (dst, src)):
+        before, after = parse(a, mesh)[1], parse(b, mesh)[1]
+        value = whole_numbers(before.shape)
+        shards = reshard(spread(value, before, mesh), before, after, mesh)
+        assert [shard.shape for shard in shards] == [after.local_shape(at) for at in mesh.rank_coords]
+        assert torch.equal(after.unshard(shards, mesh), value)
+
+
 def test_shapes_must_agree():
     with pytest.raises(LayoutError, match="their shapes differ") as error:
         plan(layout("[8]"), layout("[4]"))
