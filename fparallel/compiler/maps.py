@@ -184,6 +184,7 @@ def lower_map(p: Partitioner, node: Node) -> None:
         p.in_update = any(value in p.after_grad for value in [*row, *shared])
         if p.in_update:
             p.after_grad.update(outs)
+            node.phase = "U"
         if names[which] is None or all(isinstance(p.env[value], Lazy) for value in row):
             _inline(p, clone_graph(record.bodies[which]), [*row, *shared], outs)
         else:
@@ -220,7 +221,7 @@ def _emit_row(p: Partitioner, node: Node, name: str, body: Graph, row: list[Valu
     ]
     made = [Local(out.dtype, layout) for out, layout in zip(outs, choice.outs, strict=True)]
     flops = len(body.nodes) * made[0].layout.max_local_numel
-    p.items.append(Op(f"map.{name}", tuple(locals_), {}, list(made), node.source, "U" if p.in_update else node.phase, flops=flops))
+    p.items.append(Op(f"map.{name}", tuple(locals_), {}, list(made), node.source, node.phase, flops=flops))
     for value, local in zip(outs, made, strict=True):
         p.env[value] = [local]
 

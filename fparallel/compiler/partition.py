@@ -119,6 +119,8 @@ class Partitioner:
         self.in_update = any(value in self.after_grad for value in node.inputs)
         if self.in_update or node.target == MARK_GRADS:
             self.after_grad.update(node.outs)
+            if node.phase == "F":
+                node.phase = "U"
         special = _SPECIAL.get(node.target)
         if special is not None:
             special(self, node)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fparallel.errors import ExecutionError
 from fparallel.runtime.executor import Executor
-from fparallel.runtime.transport.distributed import DistributedTransport
+from fparallel.runtime.transport.distributed import DistributedTransport, tune_allocator
 from fparallel.runtime.transport.simulated import SimulatedTransport
 from fparallel.schedule.ir import Schedule
 
@@ -26,6 +26,8 @@ class Runner:
         if mesh.kind == "abstract":
             raise ExecutionError(f"the mesh {mesh} is abstract: a step can be lowered for it, not run",
                                  fix='make the mesh with kind="job" or "simulated"')  # fmt: skip
+        if mesh.device == "cpu":
+            tune_allocator()
         self.transport: Any = SimulatedTransport(mesh.size) if mesh.kind == "simulated" else DistributedTransport(mesh)
         self.executor = Executor(schedule, self.transport, constants, compile=compile)
         self.ranks = self.executor.ranks
