@@ -55,9 +55,7 @@ def main() -> None:
             best[setting] = min(best.get(setting, took), took)
     for setting, (took, faults, peak) in best.items():
         ratio = took / best["default"][0]
-        print(
-            f"{setting:<8} {took:6.0f} ms a step  {faults:7.0f} page faults  peak {peak:5.0f} MB  {ratio:.2f} x"
-        )
+        print(f"{setting:<8} {took:6.0f} ms a step  {faults:7.0f} faults  peak {peak:5.0f} MB  {ratio:.2f} x")
 
 
 if __name__ == "__main__":

@@ -26,14 +26,18 @@ class Job:
     Args:
       function: a function at the top level of an importable module.
       folder: an empty folder, for the meeting point and the output of the ranks.
+      join: whether the ranks are in a process group before the function is called.
     """
 
-    def __init__(self, function: Callable[..., None], num_ranks: int, folder: Path, *args: Any) -> None:
+    def __init__(
+        self, function: Callable[..., None], num_ranks: int, folder: Path, *args: Any, join: bool = True
+    ) -> None:
         self.outputs = [folder / f"rank{rank}.txt" for rank in range(num_ranks)]
+        store = str(folder / "store") if join else ""
         self.processes = [
             _CONTEXT.Process(
                 target=_rank,
-                args=(function, rank, num_ranks, str(folder / "store"), str(output), args),
+                args=(function, rank, num_ranks, store, str(output), args),
                 daemon=True,
             )
             for rank, output in enumerate(self.outputs)
@@ -75,7 +79,9 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
+    if store:
+        file_store = dist.FileStore(store, num_ranks)
+        dist.init_process_group("gloo", store=file_store, rank=rank, world_size=num_ranks)
     try:
         function(rank, num_ranks, *args)
     except Exception:

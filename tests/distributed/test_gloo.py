@@ -26,3 +26,22 @@ def test_steps_equal_the_simulated_transport(tmp_path, num_ranks):
 
 def test_a_pipeline_sends_and_receives(tmp_path):
     check(Job(workers.sends, 2, tmp_path).finish())
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+def test_what_nccl_packs_is_unpacked_in_place(tmp_path, sizes):
+    """The packing of the NCCL transport, which pads uneven shards, without a GPU."""
+    check(Job(workers.packed_collectives, 4, tmp_path, sizes, range(200, 240)).finish())
+
+
+def test_a_mesh_over_an_existing_process_group(tmp_path):
+    check(Job(workers.mesh_of_a_group, 4, tmp_path).finish())
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}],
+    ids=["alone", "torchrun"],
+)
+def test_a_job_of_one_rank(tmp_path, environment):
+    check(Job(workers.mesh_alone, 1, tmp_path, environment, join=False).finish())

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import os
 import threading
 import time
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
+from fparallel.errors import MeshError
+from fparallel.mesh import make_mesh
+from fparallel.runtime.exchange import exchange_of
 from fparallel.runtime.executor import Executor
 from fparallel.runtime.transport import gloo
 from fparallel.runtime.transport.distributed import DistributedTransport
+from fparallel.runtime.transport.nccl import NcclWork
 from fparallel.runtime.transport.simulated import SimulatedTransport
 from fparallel.schedule import COLLECTIVES
 from tests.runtime.cases import mesh_of, random_case
@@ -35,6 +42,25 @@ def random_collectives(rank: int, num_ranks: int, sizes: Sequence[int], seeds: r
             for got, want in zip(results, (per_rank[rank] for per_rank in expected), strict=True):
                 assert got.dtype == want.dtype, case
                 assert torch.equal(got, want), f"rank {rank}, step {step}: {case}"
+
+
+def packed_collectives(rank: int, num_ranks: int, sizes: Sequence[int], seeds: range) -> None:
+    """What the NCCL transport packs, sends and unpacks, over gloo's own collectives."""
+    mesh = mesh_of(sizes)
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for seed in seeds:
+        case = random_case(mesh, seed, kind=COLLECTIVES[seed % len(COLLECTIVES)])
+        case = dataclasses.replace(case, dtype=torch.float64 if case.reduce else torch.int64)
+        schedule = case.schedule()
+        exchange = exchange_of(schedule.programs[0].instrs[0], schedule, rank)
+        for members in sorted({tuple(sorted(mesh.group(case.axes, at))) for at in mesh.rank_coords}):
+            if members not in groups:
+                groups[members] = dist.new_group(list(members), backend="gloo")
+        inputs = [shards[rank] for shards in case.shards()]
+        outputs = [torch.empty(at.local_shape(mesh.coords(rank)), dtype=case.dtype) for at in case.outs]
+        NcclWork(groups[exchange.members], exchange.members).work(exchange)(inputs, outputs)
+        for got, want in zip(outputs, (per_rank[rank] for per_rank in case.expected()), strict=True):
+            torch.testing.assert_close(got, want)
 
 
 def steps(rank: int, num_ranks: int) -> None:
@@ -103,3 +129,35 @@ def stuck(rank: int, num_ranks: int) -> None:
     transport = DistributedTransport(schedule.mesh, deadline=0.5)
     with transport.watch:
         threading.Event().wait()
+
+
+def mesh_of_a_group(rank: int, num_ranks: int) -> None:
+    """A process group that exists already is the job."""
+    mesh = make_mesh((-1, 2), ("dp", "tp"), device="cpu")
+    assert mesh.sizes == (num_ranks // 2, 2) and (mesh.kind, mesh.device) == ("job", "cpu")
+    try:
+        make_mesh((num_ranks + 1,), ("dp",), device="cpu")
+    except MeshError as error:
+        assert f"the job has {num_ranks}" in str(error)
+    else:
+        raise AssertionError("a mesh of more ranks than the job has")
+    try:
+        make_mesh((num_ranks,), ("dp",), device="cuda")
+    except MeshError as error:
+        assert "does not serve cuda" in str(error)
+    else:
+        raise AssertionError("a CUDA mesh over gloo")
+
+
+def mesh_alone(rank: int, num_ranks: int, environment: dict[str, str]) -> None:
+    """Without a job's environment, or with that of a job of one, the process is a job of one rank."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    for _ in range(2):
+        mesh = make_mesh((-1,), ("dp",), device="cpu")
+        assert mesh.sizes == (1,) and dist.get_world_size() == 1
+    schedule, arguments, expected = matmul_over(size=1)
+    executor = Executor(schedule, DistributedTransport(mesh))
+    ((total,),) = executor.run([[value.clone() for value in arguments]])
+    torch.testing.assert_close(total, expected)

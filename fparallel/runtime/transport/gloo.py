@@ -141,6 +141,7 @@ class GlooCommunicator:
             inputs: Sequence[Tensor], outputs: Sequence[Tensor], tag: int, then: Callable[[], _Pending] | None
         ) -> _Pending:
             works, held, arrived, staged = [], [], [], []
+            inputs = [x.contiguous() for x in inputs]
             for message, slot in incoming:
                 if message.direct:
                     tensor, cut = message.parts[0]

@@ -33,10 +33,10 @@ class Message:
     direct: bool
 
     def pack(self, tensors: Sequence[Tensor], pool: Pool) -> tuple[Tensor, bool]:
-        """A contiguous tensor with the parts, and whether it came from the pool."""
+        """A contiguous tensor with the parts of contiguous tensors, and whether it came from the pool."""
         if self.direct:
             tensor, cut = self.parts[0]
-            return cut.of(tensors[tensor].contiguous()), False
+            return cut.of(tensors[tensor]), False
         staged = pool.take(self.numel, tensors[self.parts[0][0]].dtype)
         for view, (tensor, cut) in zip(self.split(staged), self.parts, strict=True):
             part = cut.of(tensors[tensor])

@@ -49,26 +49,27 @@ def _on_stream(
     return issue
 
 
-class NcclCommunicator:
-    """A group of ranks with a stream of its own; NCCL connects here, not in the first step."""
+class NcclWork:
+    """What a collective does on the stream it is given: pack, communicate, unpack.
+
+    Args:
+      group: a process group over `members`.
+      members: its ranks, ascending.
+    """
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
         self.group, self.members = group, tuple(members)
-        self.stream = torch.cuda.Stream()
-        with torch.cuda.stream(self.stream):
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-        self.stream.synchronize()
 
-    def collective(self, exchange: Exchange) -> Issue:
-        """The function that issues a collective."""
-        work = {
+    def work(self, exchange: Exchange) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
+        """The function from inputs to outputs."""
+        function = {
             "all_gather": self._all_gather,
             "reduce_scatter": self._reduce_scatter,
             "all_reduce": self._all_reduce,
             "all_to_all": self._all_to_all,
             "permute": self._all_to_all,
         }[exchange.kind]
-        return _on_stream(self.stream, lambda inputs, outputs: work(exchange, inputs, outputs))
+        return lambda inputs, outputs: function(exchange, inputs, outputs)
 
     def _all_gather(self, exchange: Exchange, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         sizes = [_numel(_parts(exchange, peer, sends=False)) for peer in range(len(self.members))]
@@ -116,6 +117,21 @@ class NcclCommunicator:
         dist.all_to_all_single(got, given, in_sizes, out_sizes, group=self.group)
         for parts, flat in zip(in_parts, got.split(in_sizes), strict=True):
             _unpack(parts, flat, outputs)
+
+
+class NcclCommunicator:
+    """A group of ranks with a stream of its own; NCCL connects here, not in the first step."""
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+        self.work = NcclWork(group, members).work
+        self.stream = torch.cuda.Stream()
+        with torch.cuda.stream(self.stream):
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        self.stream.synchronize()
+
+    def collective(self, exchange: Exchange) -> Issue:
+        """The function that issues a collective."""
+        return _on_stream(self.stream, self.work(exchange))
 
 
 class NcclPairs:
