@@ -29,6 +29,7 @@ __all__ = [
     "forward_sequence",
     "fresh_fake",
     "functorch_active",
+    "fused_adamw",
     "reduce_scatter_single",
     "register_torch_pytree",
     "returns_list",
@@ -122,3 +123,8 @@ all_gather_single = getattr(torch.distributed, "all_gather_single", None) or tor
 reduce_scatter_single = (
     getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
 )
+
+
+def fused_adamw(*args: Any, **settings: Any) -> None:
+    """torch's fused AdamW over lists of (params, grads, means, mean squares, (), steps), in place."""
+    torch._fused_adamw_(*args, **settings)

@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,22 @@ from fparallel._compat import functorch_active
 from fparallel.errors import TraceError
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What a mapped function is, for the update to be run by one fused kernel: the function stays its meaning.
+
+    Attributes:
+      name: "scale", "adam", "decay" or "apply".
+      ins, outs: the role of each tree that goes in and comes out: "u" (the update), "mu", "nu", "p" (the parameter).
+      constants: its Python numbers.
+    """
+
+    name: str
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+    constants: tuple[tuple[str, float], ...] = ()
+
+
 class Recorder(Protocol):
     """What a tracer offers to the functions of this module."""
 
@@ -27,7 +44,9 @@ class Recorder(Protocol):
     def mark_grads(self, grads: list[Tensor], leaves: list[Tensor], paths: list[str]) -> list[Tensor]: ...
     def backward_phase(self) -> contextlib.AbstractContextManager[None]: ...
     def call_block(self, fn: Callable, name: str, args: tuple, kwargs: dict) -> Any: ...
-    def map_leaves(self, fn: Callable, leaves: list[list[Tensor]], shared: list[Tensor]) -> list[list[Tensor]]: ...
+    def map_leaves(
+        self, fn: Callable, leaves: list[list[Tensor]], shared: list[Any], stage: Stage | None
+    ) -> tuple[list[list[Tensor]], bool]: ...
     def constrain(self, x: Tensor, spec: Any) -> Tensor: ...
 
 
@@ -317,7 +336,7 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
 # ---------------------------------------------------------------- over all leaves
 
 
-def map_leaves(fn: Callable, *trees: Any, shared: Sequence[Any] = ()) -> Any:
+def map_leaves(fn: Callable, *trees: Any, shared: Sequence[Any] = (), stage: Stage | None = None) -> Any:
     """Maps a per-leaf function over trees: `fn(leaf, leaf2, ..., *shared)`.
 
     Like `fp.tree.map`, but under `fp.jit` the function is traced once per distinct leaf signature, not once per leaf,
@@ -326,6 +345,7 @@ def map_leaves(fn: Callable, *trees: Any, shared: Sequence[Any] = ()) -> Any:
     Args:
       fn: pure; returns a tensor or a tuple of tensors. Elementwise functions run fused.
       shared: 0-d tensors or Python numbers that every leaf uses.
+      stage: what the function is, if a fused kernel may run it.
 
     Returns:
       A tree, or a tuple of trees if fn returns a tuple.
@@ -347,7 +367,7 @@ def map_leaves(fn: Callable, *trees: Any, shared: Sequence[Any] = ()) -> Any:
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     )
     if outline:
-        rows, is_tuple = recorder.map_leaves(fn, columns, list(shared))
+        rows, is_tuple = recorder.map_leaves(fn, columns, list(shared), stage)
     else:
         outs = [fn(*row, *shared) for row in zip(*columns, strict=True)]
         is_tuple = bool(outs) and isinstance(outs[0], tuple)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fparallel import random, tree
 from fparallel.compiler.graph import BlockGraph, Graph, MapGraph, Value
 from fparallel.errors import TraceError
-from fparallel.transforms import current_recorder, recording
+from fparallel.transforms import Stage, current_recorder, recording
 
 if TYPE_CHECKING:
     from fparallel.compiler.trace import Tracer
@@ -102,7 +102,9 @@ class BlockTracing:
 
     # -------------------------------------------------------------- maps
 
-    def map_leaves(self, fn: Callable, columns: list[list[Tensor]], shared: list[Any]) -> tuple[list[list[Tensor]], bool]:
+    def map_leaves(
+        self, fn: Callable, columns: list[list[Tensor]], shared: list[Any], stage: Stage | None = None
+    ) -> tuple[list[list[Tensor]], bool]:
         """Records one call for all leaves; gives the results per leaf, and whether fn returns tuples."""
         shared_tensors = [s for s in shared if isinstance(s, Tensor)]
         bodies: list[Graph] = []
@@ -119,7 +121,10 @@ class BlockTracing:
                 bodies.append(body)
             body_of.append(index[key])
         num_outs = len(bodies[0].outputs)
-        self.maps.append(MapGraph(getattr(fn, "__name__", "map").strip("<>"), bodies, body_of, len(columns), num_outs))
+        stages = ((stage, len(shared_tensors)),) if stage else ()
+        roles = (stage.ins, stage.outs) if stage else ((), ())
+        name = getattr(fn, "__name__", "map").strip("<>")
+        self.maps.append(MapGraph(name, bodies, body_of, len(columns), num_outs, stages, *roles))
         flat = [x for column in columns for x in column]
         num = len(body_of)
         like = [bodies[b].outputs[k] for k in range(num_outs) for b in body_of]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fparallel.layout import Layout, typed
+from fparallel.transforms import Stage
 
 CALL, CALL_BACKWARD = "fparallel.call.default", "fparallel.call_backward.default"
 MARK_GRADS, MAP = "fparallel.mark_grads.default", "fparallel.map.default"
@@ -234,6 +235,8 @@ class MapGraph:
       bodies: graphs of (leaf of tree 0, leaf of tree 1, ..., shared...) -> results.
       body_of: per leaf which body it uses.
       num_trees, num_outs: how many trees go in and come out.
+      stages: what the function is made of, each with its number of shared tensors; () if that is not known.
+      in_roles, out_roles: what each tree that goes in or comes out is to the stages.
     """
 
     name: str
@@ -241,6 +244,9 @@ class MapGraph:
     body_of: list[int]
     num_trees: int
     num_outs: int
+    stages: tuple[tuple[Stage, int], ...] = ()
+    in_roles: tuple[str, ...] = ()
+    out_roles: tuple[str, ...] = ()
 
 
 @dataclass

@@ -11,7 +11,8 @@ from fparallel.compiler.local import Local, Op
 from fparallel.compiler.rules import Rule, find_rule
 from fparallel.compiler.rules.factories import fill_value
 from fparallel.layout import Layout
-from fparallel.schedule.segment import LocalOp, Ref, Segment
+from fparallel.schedule.segment import AdamW, LocalOp, Operand, Ref, Segment
+from fparallel.transforms import Stage
 
 if TYPE_CHECKING:
     from fparallel.compiler.partition import Partitioner
@@ -106,7 +107,10 @@ def _fuse(program: Program, earlier: Node, later: Node, readers: dict[Value, lis
             bodies[pair] = len(graphs)
             graphs.append(_join(a, b, pair, columns, source, kept, len(earlier.args[1]), len(later.args[1])))
     body_of = [bodies[pair] for pair in zip(a.body_of, b.body_of, strict=True)]
-    record = MapGraph(f"{a.name}+{b.name}", graphs, body_of, len(columns), len(kept) + b.num_outs)
+    stages, in_roles, out_roles = _joined_stages(a, b, source, kept)
+    record = MapGraph(
+        f"{a.name}+{b.name}", graphs, body_of, len(columns), len(kept) + b.num_outs, stages, in_roles, out_roles
+    )
     program.maps.append(record)
     outs = [out for k in kept for out in a_results[k]] + later.outs
     args = ([v for column in columns for v in column], [*earlier.args[1], *later.args[1]], len(program.maps) - 1)
@@ -114,6 +118,48 @@ def _fuse(program: Program, earlier: Node, later: Node, readers: dict[Value, lis
     for out in outs:
         out.node = fused
     program.graph.nodes = [fused if node is later else node for node in program.graph.nodes if node is not earlier]
+
+
+def _joined_stages(
+    a: MapGraph, b: MapGraph, source: list[tuple[str, int]], kept: list[int]
+) -> tuple[tuple[tuple[Stage, int], ...], tuple[str, ...], tuple[str, ...]]:
+    """The stages of both, if every tree has one role throughout; else none."""
+    if not a.stages or not b.stages:
+        return (), (), ()
+    ins = list(a.in_roles)
+    for (kind, k), role in zip(source, b.in_roles, strict=True):
+        known = a.out_roles[k] if kind == "result" else ins[k] if k < len(ins) else None
+        if known is None and role not in ins:
+            ins.append(role)
+        elif known != role:
+            return (), (), ()
+    return a.stages + b.stages, tuple(ins), tuple(a.out_roles[k] for k in kept) + b.out_roles
+
+
+def adamw_kernel(record: MapGraph) -> AdamW | None:
+    """The fused kernel that a map is: [scale,] adam, [decay,] scale, apply over exactly u, mu, nu and p."""
+    names = [stage.name for stage, _ in record.stages]
+    body = names[1:] if names[:1] == ["scale"] else names
+    if body not in (["adam", "scale", "apply"], ["adam", "decay", "scale", "apply"]):
+        return None
+    if sorted(record.in_roles) != ["mu", "nu", "p", "u"] or sorted(record.out_roles) != ["mu", "nu", "p"]:
+        return None
+    given: dict[str, Any] = {}
+    at = record.num_trees
+    for i, (stage, num_shared) in enumerate(record.stages):
+        constants = dict(stage.constants)
+        if stage.name == "scale":
+            given["clip" if i == 0 else "step_size"] = Operand(at) if num_shared else constants["factor"]
+        elif stage.name == "adam":
+            given |= {"correct1": Operand(at), "correct2": Operand(at + 1)} | constants
+        elif stage.name == "decay":
+            if num_shared:
+                return None
+            given |= constants
+        at += num_shared
+    ins = tuple(record.in_roles.index(role) for role in ("u", "mu", "nu", "p"))
+    outs = tuple(record.out_roles.index(role) for role in ("mu", "nu", "p"))
+    return AdamW(ins=ins, outs=outs, **given)
 
 
 def _join(
@@ -239,15 +285,16 @@ def _elementwise_name(p: Partitioner, record: MapGraph, body: Graph) -> str | No
             return None
         if any(value.shape not in (shape, ()) for value in [*node.inputs, *node.outs]):
             return None
-    segment = _body_segment(record.name, body, record.num_trees)
+    segment = _body_segment(record.name, body)
     name = f"{record.name}.{segment.fingerprint[:6]}"
     p.context.map_bodies.setdefault(name, Segment(
         name, segment.inputs, segment.outputs, segment.ops, segment.results, segment.flops, segment.fingerprint,
+        adamw_kernel(record),
     ))  # fmt: skip
     return name
 
 
-def _body_segment(name: str, body: Graph, num_trees: int) -> Segment:
+def _body_segment(name: str, body: Graph) -> Segment:
     index = {value: i for i, value in enumerate(body.inputs)}
     counter = itertools.count(len(index))
     ops = []

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fparallel.optim.base import GradientTransformation, Tree
 from fparallel.optim.leaves import is_optimized, map_leaves_to, wide, zeros_like
+from fparallel.transforms import Stage
 from fparallel.optim.scaling import new_count
 from fparallel.tree import dataclass
 
@@ -76,6 +77,9 @@ def scale_by_adam(
         update = (mu / correct1) / (torch.sqrt(mean_square) + eps)
         return update.to(torch.promote_types(g.dtype, m.dtype)), mu.to(m.dtype), nu.to(v.dtype)
 
+    roles = ("u", "mu", "nu")
+    stage = None if eps_root else Stage("adam", roles, roles, (("b1", b1), ("b2", b2), ("eps", eps)))
+
     def init_fn(params: Tree) -> ScaleByAdamState:
         return ScaleByAdamState(count=new_count(), mu=zeros_like(params), nu=zeros_like(params))
 
@@ -83,7 +87,9 @@ def scale_by_adam(
         count = state.count + 1
         t = count.to(torch.float64)
         corrections = (1 - b1**t, 1 - b2**t)
-        updates, mu, nu = map_leaves_to(3, adam_leaf, updates, state.mu, state.nu, shared=corrections)
+        updates, mu, nu = map_leaves_to(
+            3, adam_leaf, updates, state.mu, state.nu, shared=corrections, stage=stage
+        )
         return updates, ScaleByAdamState(count=count, mu=mu, nu=nu)
 
     return GradientTransformation(init_fn, update_fn)

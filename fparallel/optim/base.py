@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fparallel.optim.leaves import zeros_like
-from fparallel.transforms import map_leaves
+from fparallel.transforms import Stage, map_leaves
 from fparallel.tree import dataclass
 
 __all__ = [
@@ -124,7 +124,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     >>> apply_updates({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([-0.5, 0.5])})
     {'w': tensor([0.5000, 2.5000])}
     """
-    return map_leaves(_add, params, updates)
+    return map_leaves(_add, params, updates, stage=Stage("apply", ("p", "u"), ("p",)))
 
 
 def _add(param: Tensor, update: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fparallel.optim.base import GradientTransformation, Tree, stateless
 from fparallel.optim.errors import OptimError
-from fparallel.optim.leaves import is_optimized, scaled
+from fparallel.optim.leaves import is_optimized, scale_leaves
 from fparallel.transforms import map_leaves, sum_squares
 
 __all__ = ["clip", "clip_by_global_norm", "global_norm"]
@@ -58,7 +58,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     def update(updates: Tree, params: Tree | None) -> Tree:
         norm = torch.clamp(global_norm(updates), min=max_norm)
         coefficient = torch.full_like(norm, max_norm) / norm  # number / tensor would multiply by a reciprocal
-        return map_leaves(scaled, updates, shared=(coefficient,))
+        return scale_leaves(updates, coefficient)
 
     return stateless(update)
 

@@ -11,7 +11,7 @@ from fparallel.optim.base import GradientTransformation, Tree, stateless
 from fparallel.optim.errors import OptimError
 from fparallel.optim.leaves import is_optimized, wide
 from fparallel.optim.masking import masked
-from fparallel.transforms import map_leaves
+from fparallel.transforms import Stage, map_leaves
 
 __all__ = ["add_decayed_weights"]
 
@@ -45,13 +45,17 @@ def add_decayed_weights(
     {'bias': tensor([1.]), 'kernel': tensor([[2.]])}
     """
 
+    stage = None
+    if not isinstance(weight_decay, Tensor):
+        stage = Stage("decay", ("u", "p"), ("u",), (("weight_decay", float(weight_decay)),))
+
     def update(updates: Tree, params: Tree | None) -> Tree:
         if params is None:
             raise OptimError(
                 "weight decay needs the parameters, and update was called without them",
                 fix="call tx.update(grads, state, params)",
             )
-        return map_leaves(_add_decayed, updates, params, shared=(weight_decay,))
+        return map_leaves(_add_decayed, updates, params, shared=(weight_decay,), stage=stage)
 
     tx = stateless(update)
     return tx if mask is None else masked(tx, mask)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fparallel import tree
 from fparallel.optim.errors import OptimError
-from fparallel.transforms import map_leaves
+from fparallel.transforms import Stage, map_leaves
 
-__all__ = ["is_optimized", "map_leaves_to", "scaled", "wide", "zeros_like"]
+__all__ = ["is_optimized", "map_leaves_to", "scale_leaves", "scaled", "wide", "zeros_like"]
 
 
 def is_optimized(*leaves: Tensor) -> bool:
@@ -62,11 +62,19 @@ def _zeros_like(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf)
 
 
-def map_leaves_to(num_outputs: int, fn: Callable, *trees: Any, shared: Sequence[Any] = ()) -> tuple[Any, ...]:
+def scale_leaves(updates: Any, factor: float | Tensor) -> Any:
+    """Every leaf times a number or a 0-d tensor, each in its own dtype."""
+    constants = () if isinstance(factor, Tensor) else (("factor", float(factor)),)
+    return map_leaves(scaled, updates, shared=(factor,), stage=Stage("scale", ("u",), ("u",), constants))
+
+
+def map_leaves_to(
+    num_outputs: int, fn: Callable, *trees: Any, shared: Sequence[Any] = (), stage: Stage | None = None
+) -> tuple[Any, ...]:
     """``map_leaves`` for a ``fn`` that returns ``num_outputs`` tensors: that many trees, even without a leaf.
 
     On a tree without leaves ``fn`` never runs, so nothing else says how many trees to return.
     """
     if not tree.leaves(trees[0]):
         return (trees[0],) * num_outputs
-    return map_leaves(fn, *trees, shared=shared)
+    return map_leaves(fn, *trees, shared=shared, stage=stage)

@@ -7,8 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fparallel.optim.base import GradientTransformation, ScalarOrSchedule, Schedule, Tree, stateless
-from fparallel.optim.leaves import scaled
-from fparallel.transforms import map_leaves
+from fparallel.optim.leaves import scale_leaves
 from fparallel.tree import dataclass
 
 __all__ = ["ScaleByScheduleState", "new_count", "scale", "scale_by_learning_rate", "scale_by_schedule"]
@@ -30,7 +29,7 @@ def scale(step_size: float | Tensor) -> GradientTransformation:
     >>> tx.update([torch.tensor([2.0, -4.0])], tx.init(None))[0]
     [tensor([-1.,  2.])]
     """
-    return stateless(lambda updates, params: map_leaves(scaled, updates, shared=(step_size,)))
+    return stateless(lambda updates, params: scale_leaves(updates, step_size))
 
 
 @dataclass
@@ -68,7 +67,7 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
         updates: Tree, state: ScaleByScheduleState, params: Tree | None = None
     ) -> tuple[Tree, Tree]:
         step_size = step_size_fn(state.count)
-        return map_leaves(scaled, updates, shared=(step_size,)), ScaleByScheduleState(count=state.count + 1)
+        return scale_leaves(updates, step_size), ScaleByScheduleState(count=state.count + 1)
 
     return GradientTransformation(init_fn, update_fn)
 

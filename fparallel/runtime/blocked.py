@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fparallel.runtime.kernels import applies, run_adamw
 from fparallel.runtime.segments import (
     Bound,
     Names,
@@ -78,7 +79,7 @@ def blocked(
       inplace: (position in outputs, position in inputs) pairs that share storage.
     """
     plain = bind(body, segments, coords)
-    key = (plain, inplace, body.results, len(body.inputs))
+    key = (plain, inplace, body.results, len(body.inputs), body.kernel)
     if key not in _BLOCKED:
         _BLOCKED[key] = _Blocked(body, coords, plain, inplace)
     return _BLOCKED[key]
@@ -105,6 +106,9 @@ class _Blocked:
         self.loops: dict[Any, _Loop | None] = {}
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        kernel = self.body.kernel
+        if kernel is not None and applies(kernel, inputs):
+            return run_adamw(kernel, inputs, dict(self.inplace))
         numel = max((x.numel() for x in inputs if x.dim()), default=0)
         if not self.can_block or numel < SMALL:
             return self._whole(inputs)

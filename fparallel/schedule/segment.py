@@ -166,6 +166,38 @@ def _arg_text(arg: Any) -> str:
 
 
 @dataclass(frozen=True)
+class Operand:
+    """The position of an input of a segment."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """An elementwise segment that is one AdamW update, which a fused kernel may run in its place.
+
+        g = u * clip;  mu' = b1 mu + (1-b1) g;  nu' = b2 nu + (1-b2) g^2
+        p' = p + step_size * ((mu'/correct1) / (sqrt(nu'/correct2) + eps) + weight_decay p)
+
+    Attributes:
+      ins: positions of u, mu, nu and p among the inputs.
+      outs: positions of mu, nu and p among the outputs.
+      others: a number, or the 0-d input that holds it; step_size is minus the learning rate.
+    """
+
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    b1: float
+    b2: float
+    eps: float
+    correct1: Operand
+    correct2: Operand
+    step_size: float | Operand
+    clip: float | Operand = 1.0
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
 class Segment:
     """Straight-line local compute.
 
@@ -175,6 +207,7 @@ class Segment:
       ops: what runs; not part of equality (the fingerprint is).
       results: the value of each output.
       flops: floating point operations on the fullest rank.
+      kernel: a fused kernel that computes the same up to rounding; the ops stay the meaning.
     """
 
     name: str
@@ -184,6 +217,7 @@ class Segment:
     results: tuple[int, ...] = field(compare=False, repr=False)
     flops: int = 0
     fingerprint: str = ""
+    kernel: AdamW | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.fingerprint:
