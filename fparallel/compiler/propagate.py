@@ -242,7 +242,7 @@ def _choose_axis(
 
 def _passing_group(rule: Rule, operands: Sequence[Operand], states: list[list[Place]]) -> frozenset[int] | None:
     """The operands through which a pending sum can pass, or None."""
-    pending = {i for i, versions in enumerate(states) if versions and versions[0] == "U"}
+    pending = {i for i, versions in enumerate(states) if versions and all(v == "U" for v in versions)}
     if not pending:
         return None
     for i in pending:
