@@ -28,6 +28,10 @@ def test_a_pipeline_sends_and_receives(tmp_path):
     check(Job(workers.sends, 2, tmp_path).finish())
 
 
+def test_a_step_completes_when_all_have_issued_it(tmp_path):
+    check(Job(workers.crossed, 3, tmp_path).finish())
+
+
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
 def test_what_nccl_packs_is_unpacked_in_place(tmp_path, sizes):
     """The packing of the NCCL transport, which pads uneven shards, without a GPU."""

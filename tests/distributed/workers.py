@@ -22,7 +22,7 @@ from fparallel.runtime.transport.nccl import NcclWork
 from fparallel.runtime.transport.simulated import SimulatedTransport
 from fparallel.schedule import COLLECTIVES
 from tests.runtime.cases import mesh_of, random_case
-from tests.runtime.schedules import matmul_over, pipeline
+from tests.runtime.schedules import crossed_waits, matmul_over, pipeline
 
 
 def random_collectives(rank: int, num_ranks: int, sizes: Sequence[int], seeds: range, numel: int) -> None:
@@ -89,6 +89,22 @@ def sends(rank: int, num_ranks: int) -> None:
         x = torch.arange(4.0) + step
         (results,) = executor.run([[x]])
         assert rank == 1 or torch.equal(results[0], x * 2 + 1)
+
+
+def crossed(rank: int, num_ranks: int) -> None:
+    """Two large all_reduces in flight, and waits in another order on every rank."""
+    gloo.CHUNKED = 1 << 16
+    schedule = crossed_waits()
+    schedule.verify()
+    executor = Executor(schedule, DistributedTransport(schedule.mesh, deadline=60))
+    generator = torch.Generator().manual_seed(0)
+    xs = [torch.randn(50000, generator=generator, dtype=torch.float64) for _ in range(3)]
+    for _ in range(3):
+        start = torch.ones(4, dtype=torch.float64)
+        (results,) = executor.run([[xs[rank].clone(), xs[rank].clone(), start]])
+        assert torch.equal(results[0], xs[0] + xs[1] + xs[2])
+        assert torch.equal(results[1], torch.stack(xs).amax(0))
+        assert rank != 1 or results[2].sum() == 8
 
 
 def different_constants(rank: int, num_ranks: int) -> None:

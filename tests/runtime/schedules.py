@@ -127,3 +127,32 @@ def pipeline(order: str = "good") -> Schedule:
         b.program(("x",), ("back",), first, role=(("pp", 0),)),
         b.program(("x",), (), second, role=(("pp", 1),)),
     )
+
+
+def crossed_waits() -> Schedule:
+    """Three stages all_reduce x and y; the second waits for a note that the first sends after it has waited.
+
+    By the schedule's semantics a step completes when all members have issued it, so this does not hang.
+    """
+    mesh = make_mesh((3,), ("pp",), kind="simulated")
+    b, pp = Builder(mesh), mesh.axis("pp")
+    for name, out, reduce in (("x", "total", "sum"), ("y", "top", "max")):
+        b.buffer(name, f"f64[50000]{{unreduced: pp:{reduce}}}", "argument")
+        b.buffer(out, "f64[50000]", "result")
+    b.buffer("start", "f64[4]", "argument")
+    b.buffer("note", "f64[4]", "result")
+    b.segment("write", ["f64[4]"], ["f64[4]"], [LocalOp("aten.mul.Tensor", (Ref(0), 2), (1,))], [1])
+    reduces: list[Instr] = [
+        Collective("all_reduce", (pp,), ("x",), ("total",), "sum"),
+        Collective("all_reduce", (pp,), ("y",), ("top",), "max"),
+    ]
+    both, note = [Wait(("total", "top"))], [Wait(("note",))]
+    send = [Run("write", ("start",), ("note",)), Send(pp, 1, ("note",)), *note, Free(("note",))]
+    first = [*reduces, *both, *send]
+    second = [*reduces, Recv(pp, 0, ("note",)), *note, *both]
+    arguments, sums = ("x", "y", "start"), ("total", "top")
+    return b.schedule(
+        b.program(arguments, sums, first, role=(("pp", 0),)),
+        b.program(arguments, (*sums, "note"), second, role=(("pp", 1),)),
+        b.program(arguments, sums, [*reduces, *both], role=(("pp", 2),)),
+    )

@@ -135,11 +135,6 @@ class DistributedTransport:
 
     def _join(self, waiting: Sequence[Any]) -> None:
         try:
-            if len(waiting) > 1:
-                for (
-                    pending
-                ) in waiting:  # starts the second halves of all before waiting for the first of them
-                    pending.arrive()
             for pending in waiting:
                 pending.wait()
         except RuntimeError as error:
@@ -246,13 +241,14 @@ def compare(given: Sequence[tuple[str, dict[str, str]]]) -> str:
 @functools.cache
 def tune_allocator() -> bool:
     """Makes glibc keep freed memory mapped, so that the next step need not fault it in again.
- A training step allocates and frees the same sizes again and again; by default glibc returns large blocks to
-the system each time, and the kernel zeroes them anew. Measured (`benchmarks/allocator.py`, and the GPT of
-config S on two ranks): half to all of the page faults of a step and 2 to 3 % of its time, for at most 6 %
-    more resident memory.
+
+    A training step allocates and frees the same sizes again and again; by default glibc returns large blocks
+    to the system each time, and the kernel zeroes them anew. Measured (`benchmarks/allocator.py`, and the GPT
+    of config S on two ranks): half to all of the page faults of a step and 2 to 3 % of its time, for at most
+    6 % more resident memory.
 
     Returns:
-      Whether the C library took the setting (glibc does, others have no such function).
+          Whether the C library took the setting (glibc does, others have no such function).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

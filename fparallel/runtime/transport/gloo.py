@@ -6,6 +6,9 @@ without padding; and exchanging parts directly is faster (`benchmarks/collective
 
 Every collective is one direct exchange: each rank sends each peer the parts that it needs, and adds what
 arrives in rank order. A large all_reduce is two: a reduce_scatter of flat chunks, then an all_gather of them.
+All messages of an exchange are posted when it is issued, and gloo's own thread moves them; the second half of
+a large all_reduce is posted by a helper thread. So a step completes once all members have issued it, whatever
+they wait for next.
 
 Milliseconds for one float32 tensor over loopback, one thread a rank, two cores (`benchmarks/collectives.py`):
 
@@ -23,18 +26,21 @@ Milliseconds for one float32 tensor over loopback, one thread a rank, two cores 
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fparallel.layout import chunk_sizes
 from fparallel.mesh import Axis
 from fparallel.runtime.exchange import Cut, Exchange, Move, deliver
-from fparallel.runtime.transport.base import Issue
+from fparallel.runtime.transport.base import Issue, Pending
 from fparallel.runtime.transport.messages import Message, Pool, messages
 
 # From this many bytes on, an all_reduce over more than two ranks goes through flat chunks: it then moves the
@@ -58,6 +64,7 @@ class GlooCommunicator:
         self.members, self.pool = tuple(members), pool
         self.timeout = timedelta(seconds=deadline)
         self.step = 0
+        self.helper = _Helper(deadline)
         self.one_way: dict[tuple[int, bool], int] = {}
 
     def next_tag(self) -> int:
@@ -67,18 +74,23 @@ class GlooCommunicator:
     def collective(self, exchange: Exchange) -> Issue:
         """The function that issues a collective."""
         if is_chunked(exchange):
-            scatter, gather = chunked(exchange)
-            first, then = self._exchange(scatter), self._exchange(gather)
+            scatter, gather = map(self._exchange, chunked(exchange))
 
-            def issue(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Pending:
-                start, tags = first, (self.next_tag(), self.next_tag())
-                return start(inputs, outputs, tags[0], lambda: then(outputs, outputs, tags[1], None))
+            def issue(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Pending:
+                first, second = self.next_tag(), self.next_tag()
+                scattering = scatter(inputs, outputs, first)
+
+                def rest() -> None:
+                    scattering.wait()
+                    gather(outputs, outputs, second).wait()
+
+                return self.helper.submit(rest)
 
             return issue
         exchange_once = self._exchange(exchange)
 
-        def issue_once(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Pending:
-            return exchange_once(inputs, outputs, self.next_tag(), None)
+        def issue_once(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Pending:
+            return exchange_once(inputs, outputs, self.next_tag())
 
         return issue_once
 
@@ -110,11 +122,9 @@ class GlooCommunicator:
         return (_STEPS + at) * _MESSAGES
 
     def _exchange(self, exchange: Exchange) -> Callable[..., _Pending]:
-        """The function (inputs, outputs, tag, next) that starts one direct exchange."""
-        outgoing, incoming = (
-            _slotted(messages(exchange, sends=True)),
-            _slotted(messages(exchange, sends=False)),
-        )
+        """The function (inputs, outputs, tag) that starts one direct exchange."""
+        outgoing = _slotted(messages(exchange, sends=True))
+        incoming = _slotted(messages(exchange, sends=False))
         group, pool, me, dtype = self.group, self.pool, exchange.me, exchange.dtype
         own = [] if exchange.reduce else [
             (tensor, send, recv)
@@ -137,9 +147,7 @@ class GlooCommunicator:
                         target = cut.of(outputs[tensor])
                         target.copy_(part.view(target.shape))
 
-        def start(
-            inputs: Sequence[Tensor], outputs: Sequence[Tensor], tag: int, then: Callable[[], _Pending] | None
-        ) -> _Pending:
+        def start(inputs: Sequence[Tensor], outputs: Sequence[Tensor], tag: int) -> _Pending:
             works, held, arrived, staged = [], [], [], []
             inputs = [x.contiguous() for x in inputs]
             for message, slot in incoming:
@@ -159,7 +167,7 @@ class GlooCommunicator:
             for tensor, send, recv in own:
                 target = recv.of(outputs[tensor])
                 target.copy_(send.of(inputs[tensor]).reshape(target.shape))
-            return _Pending(self, works, held, staged, lambda: finish(arrived, inputs, outputs), then)
+            return _Pending(self, works, held, staged, lambda: finish(arrived, inputs, outputs))
 
         return start
 
@@ -194,7 +202,7 @@ def _reduce(
 class _Pending:
     """An exchange in flight; see `Pending`."""
 
-    __slots__ = ("communicator", "finish", "held", "staged", "then", "works")
+    __slots__ = ("communicator", "finish", "held", "staged", "works")
 
     def __init__(
         self,
@@ -203,13 +211,11 @@ class _Pending:
         held: list[Tensor],
         staged: Sequence[Tensor] = (),
         finish: Callable[[], None] | None = None,
-        then: Callable[[], _Pending] | None = None,
     ) -> None:
-        self.communicator, self.works, self.held, self.staged = communicator, works, held, staged
-        self.finish, self.then = finish, then
+        self.communicator, self.works, self.held = communicator, works, held
+        self.staged, self.finish = staged, finish
 
-    def arrive(self) -> None:
-        """Ends the first of two exchanges and starts the second."""
+    def wait(self) -> None:
         timeout = self.communicator.timeout
         for work in self.works:
             work.wait(timeout)
@@ -218,14 +224,53 @@ class _Pending:
         for tensor in self.staged:
             self.communicator.pool.give(tensor)
         self.works, self.held, self.staged, self.finish = [], [], (), None
-        if self.then is not None:
-            following = self.then()
-            self.works, self.held, self.staged = following.works, following.held, following.staged
-            self.finish, self.then = following.finish, None
+
+
+class _Helper:
+    """A thread that does work in the order of submission; it starts with the first."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.queue: queue.SimpleQueue[tuple[Callable[[], None], _Later]] = queue.SimpleQueue()
+        self.thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], None]) -> _Later:
+        if self.thread is None:
+            arguments = (self.queue, torch.get_num_threads())
+            self.thread = threading.Thread(target=_work, args=arguments, name="fparallel-gloo", daemon=True)
+            self.thread.start()
+        later = _Later(self.deadline)
+        self.queue.put((work, later))
+        return later
+
+
+def _work(todo: queue.SimpleQueue[tuple[Callable[[], None], _Later]], num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    with torch.no_grad():
+        while True:
+            work, later = todo.get()
+            try:
+                work()
+            except Exception as error:
+                later.error = error
+            later.done.set()
+            del work, later  # they hold tensors
+
+
+class _Later:
+    """Work that a helper has been given; see `Pending`."""
+
+    def __init__(self, deadline: float) -> None:
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self.deadline = deadline
 
     def wait(self) -> None:
-        while self.works or self.then or self.finish:
-            self.arrive()
+        # the helper's own waits time out first: each of its two exchanges has the deadline to itself
+        if not self.done.wait(2 * self.deadline + 1):
+            raise RuntimeError("timed out")
+        if self.error is not None:
+            raise self.error
 
 
 # ---------------------------------------------------------------- all_reduce in two exchanges

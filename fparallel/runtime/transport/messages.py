@@ -75,8 +75,10 @@ class Pool:
         self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        free = self.free.get((numel, dtype))
-        return free.pop() if free else torch.empty(numel, dtype=dtype, device=self.device)
+        try:  # not "if": another thread may take the last one in between
+            return self.free[numel, dtype].pop()
+        except (KeyError, IndexError):
+            return torch.empty(numel, dtype=dtype, device=self.device)
 
     def give(self, tensor: Tensor) -> None:
         self.free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)

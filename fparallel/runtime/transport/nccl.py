@@ -27,9 +27,6 @@ class _Pending:
     def __init__(self, event: torch.cuda.Event, held: Sequence[Sequence[Tensor]]) -> None:
         self.event, self.held = event, held
 
-    def arrive(self) -> None:
-        """Nothing is left for the host to start."""
-
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
         self.held = ()
