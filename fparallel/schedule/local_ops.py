@@ -199,13 +199,21 @@ def random(
 
 def or_empty(
     target: str, args: list, kwargs: list[tuple[str, object]], operands: list[Tensor], shapes: list[list[int]],
-    dtypes: list[torch.dtype],
+    dtypes: list[torch.dtype], reduce: str,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """An operator, or zeros where this rank holds nothing of one of `operands`: few kernels take empty batches."""
+    """An operator, or what leaves `reduce` unchanged where this rank holds nothing of one of `operands`.
+
+    Few kernels take empty batches.
+    """
+    from fparallel.layout import identity
+
     if all(t.numel() for t in operands):
         out = operator(target)(*args, **dict(kwargs))
         return out if isinstance(out, Tensor) else tuple(out[: len(shapes)])
-    made = tuple(operands[0].new_zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    made = tuple(
+        operands[0].new_full(shape, identity(reduce, dtype), dtype=dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
     return made if len(made) > 1 else made[0]
 
 

@@ -57,8 +57,10 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     return default
 
 
-def local_or_empty(placed: Placed, args: tuple[Any, ...] | None = None) -> LocalCall:
-    """The op itself; where uneven shards may leave a rank without any input, its results are zeros there."""
+def local_or_empty(
+    placed: Placed, args: tuple[Any, ...] | None = None, reduce: str = "sum"
+) -> LocalCall:
+    """The op itself; where uneven shards may leave a rank without any input, what does not change its `reduce`."""
     node = placed.node
     args = node.args if args is None else args
     if all(layout.is_even for layout in placed.ins) or any(0 in layout.shape for layout in placed.ins):
@@ -68,7 +70,7 @@ def local_or_empty(placed: Placed, args: tuple[Any, ...] | None = None) -> Local
     uneven = [value for value, layout in zip(node.inputs, placed.ins, strict=True) if not layout.is_even]
     return (
         "local.or_empty",
-        (node.target, list(args), sorted(node.kwargs.items()), uneven, shapes, dtypes),
+        (node.target, list(args), sorted(node.kwargs.items()), uneven, shapes, dtypes, reduce),
         {},
     )
 
@@ -244,6 +246,7 @@ def register_rule(
             factors.sizes, [dims(o) for o in ins], [dims(o) for o in outs],
             reduce={ids[name]: reduce for name in known if name not in result_names},
             locked={ids[name] for name in whole}, linear=[frozenset([i]) for i in linear],
+            local=lambda placed: local_or_empty(placed, reduce=reduce),
         )  # fmt: skip
 
     _RULES[target] = make
