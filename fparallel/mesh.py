@@ -36,10 +36,16 @@ class Axis:
     def __post_init__(self) -> None:
         if not self.total:
             object.__setattr__(self, "total", self.size)
-        object.__setattr__(self, "_hash", hash((self.name, self.size, self.pre, self.total)))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.size, self.pre, self.total))
+
+    def __reduce__(self) -> tuple:
+        return Axis, (self.name, self.size, self.pre, self.total)
 
     @property
     def whole(self) -> bool:
