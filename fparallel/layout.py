@@ -29,6 +29,9 @@ COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "min": torch.minimum,
 }
 REDUCTIONS = tuple(COMBINE)
+_BITS = {  # torch cannot index these
+    torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class Factor:
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.size, self.axes))
+
+    def __reduce__(self) -> tuple:
+        return Factor, (self.size, self.axes)
 
     @functools.cached_property
     def num_shards(self) -> int:
@@ -182,6 +188,9 @@ class Layout:
     def _hash(self) -> int:
         return hash((self.dims, self.unreduced))
 
+    def __reduce__(self) -> tuple:
+        return Layout, (self.dims, self.unreduced)
+
     @staticmethod
     def of(dims: Iterable[Iterable[Factor]], unreduced: Iterable[tuple[Axis, str]] = ()) -> Layout:
         return _normal_layout(tuple(map(tuple, dims)), tuple(unreduced))
@@ -253,7 +262,8 @@ class Layout:
         """What the rank at `coords` holds of a global tensor (unreduced: the first rank has it all)."""
         for dim, index in enumerate(self.indices(coords)):
             if index.numel() != value.shape[dim] or self.dims[dim] != (Factor(value.shape[dim]),):
-                value = value.index_select(dim, index.to(value.device))
+                bits = _BITS.get(value.dtype, value.dtype)
+                value = value.view(bits).index_select(dim, index.to(value.device)).view(value.dtype)
         if any(axis.digit(coords) for axis in self.unreduced_axes):
             value = torch.full_like(value, identity(self.unreduced[0][1], value.dtype))
         return value
@@ -262,13 +272,13 @@ class Layout:
         """The global tensor from one shard per rank of the mesh."""
         if self.unreduced:
             return self._reduce_shards(shards, mesh)
+        if not self.sharded_axes:
+            return shards[0].clone()
         result = shards[0].new_empty(self.shape)
+        bits = _BITS.get(result.dtype, result.dtype)
         for coords, shard in zip(mesh.rank_coords, shards, strict=True):
-            index = self.indices(coords)
-            if index:
-                result[torch.meshgrid(*(i.to(result.device) for i in index), indexing="ij")] = shard
-            else:
-                result = shard.clone()
+            index = torch.meshgrid(*(i.to(result.device) for i in self.indices(coords)), indexing="ij")
+            result.view(bits)[index] = shard.view(bits)
         return result
 
     def _reduce_shards(self, shards: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
