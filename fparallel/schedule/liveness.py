@@ -7,6 +7,7 @@ step is pending, its outputs may not be used at all and its inputs may only be r
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
@@ -227,6 +228,7 @@ class _Checker:
                         "reshard it, or call a segment for its layout",
                     )
         taken: set[int] = set()
+        times = Counter(instr.ins) if instr.inplace else Counter()
         for out, source in instr.inplace:
             if out >= len(instr.outs) or source >= len(instr.ins) or out in taken:
                 self.fail(
@@ -240,7 +242,7 @@ class _Checker:
                 self.fail(
                     number, f"wrong shape: {a} cannot take the storage of {b}", "give it its own storage"
                 )
-            if instr.ins.count(b.name) > 1:
+            if times[b.name] > 1:
                 self.fail(
                     number,
                     f"overwritten in use: {b.name} is overwritten and also another input of the run",

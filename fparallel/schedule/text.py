@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import difflib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -48,6 +49,7 @@ def _outs_text(run: Run) -> str:
     if not run.inplace:
         return names_text(run.outs)
     over = {out: position for out, position in run.inplace}
+    times = Counter(run.ins) if over else Counter()
     parts: list[str] = []
     plain: list[str] = []
     for i, out in enumerate(run.outs):
@@ -58,7 +60,7 @@ def _outs_text(run: Run) -> str:
             parts.append(names_text(plain))
             plain = []
         source = run.ins[over[i]]
-        parts.append(f"{escape(out)}<={escape(source) if run.ins.count(source) == 1 else f'({over[i]})'}")
+        parts.append(f"{escape(out)}<={escape(source) if times[source] == 1 else f'({over[i]})'}")
     return ", ".join(parts + ([names_text(plain)] if plain else []))
 
 
