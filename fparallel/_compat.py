@@ -100,17 +100,15 @@ def fresh_fake(mode: FakeTensorMode, shapes: Sequence[tuple[tuple[int, ...], tor
 
     The constructor's own work (some 20 attributes) is done once and its outcome copied.
     """
-    where = torch.device(device)
+    states: dict[str, tuple[dict[str, Any], torch.device]] = mode.__dict__.setdefault("_fparallel_states", {})
     fakes: list[FakeTensor] = []
-    state: dict[str, Any] = {}
     with torch._C._DisableTorchDispatch():
+        if device not in states:
+            first = FakeTensor(mode, torch.empty((), device="meta"), torch.device(device))
+            states[device] = dict(first.__dict__), first.fake_device
+        state, where = states[device]
         for shape, dtype in shapes:
             meta = torch.empty(shape, dtype=dtype, device="meta")
-            if not fakes:
-                fakes.append(FakeTensor(mode, meta, where))
-                state = dict(fakes[0].__dict__)
-                where = fakes[0].fake_device
-                continue
             fake = torch.Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=where)
             torch._C._set_throw_on_mutable_data_ptr(fake)
             fake.__dict__.update(state)
