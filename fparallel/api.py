@@ -81,9 +81,14 @@ class Lowered:
         """What no rule names, with its bytes."""
         return replicated_text(self.plans)
 
-    def compile(self) -> Compiled:
-        """Binds the schedule to the ranks of the mesh."""
-        return Compiled(self)
+    def compile(self, *, transport: Any = None, check: bool = False) -> Compiled:
+        """Binds the schedule to the ranks of the mesh.
+
+        Args:
+          transport: moves tensors between ranks; by default that of the mesh's kind.
+          check: overwrite freed memory, so that a mistake shows (slower).
+        """
+        return Compiled(self, transport, check)
 
     def __str__(self) -> str:
         return str(self.schedule)
@@ -92,10 +97,12 @@ class Lowered:
 class Compiled:
     """A step bound to its ranks."""
 
-    def __init__(self, lowered: Lowered) -> None:
+    def __init__(self, lowered: Lowered, transport: Any = None, check: bool = False) -> None:
         self.lowered = lowered
         jitted = lowered.jitted
-        self.runner = Runner(lowered.schedule, lowered.program.constants, compile=jitted.compile)
+        self.runner = Runner(
+            lowered.schedule, lowered.program.constants, compile=jitted.compile, transport=transport, check=check
+        )
         self.calls = 0
 
     @property

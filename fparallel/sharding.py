@@ -245,7 +245,7 @@ class Rules:
                 )
         if self.zero_options:
             for axis in self.zero_options.axes:
-                _axes(axis, mesh, f"zero({self.zero_options.stage}, axis={axis!r})")
+                _zero_axis(axis, self.zero_options, mesh)
 
     def logical_layout(self, spec: LogicalSpec, shape: Sequence[int], mesh: Mesh, path: str) -> Layout:
         """The layout of a tensor whose dims have logical names.
@@ -379,7 +379,7 @@ class Rules:
             size *= s
         if size == 0 or size < zero.min_elements or not plan.shape:
             return
-        axes = tuple(a for name in zero.axes for a in _free_digits(mesh.axis(name), plan.compute.sharded_axes))
+        axes = tuple(a for name in zero.axes for a in _free_digits(_zero_axis(name, zero, mesh), plan.compute.sharded_axes))
         if not axes:
             return
         sharded = add_axes(plan.compute, axes)
@@ -391,6 +391,10 @@ class Rules:
 
 
 @functools.lru_cache(maxsize=65536)
+def _zero_axis(name: str, zero: Zero, mesh: Mesh) -> Axis:
+    return _axes(name, mesh, f"zero({zero.stage}, axis={name!r})")[0]
+
+
 def _free_digits(axis: Axis, used: Iterable[Axis]) -> tuple[Axis, ...]:
     """The digits of a mesh axis that no used (sub-)axis has: all of tp=4, or tp:(2)2 beside tp:(1)2."""
     free, pre = [], 1

@@ -134,6 +134,8 @@ class Tracer(TorchDispatchMode):
             self.known[id(result)] = (self.value(args[0]), result)
             return result
         source = self.source()
+        if func._schema.is_mutable:
+            self._refuse_write_outside(func, args, source)
         if random.is_stateful_random(func) and _draws(func, args, kwargs):
             raise TraceError(
                 f"{func} draws from torch's global random state, which is not a function of the step's arguments",
@@ -176,6 +178,8 @@ class Tracer(TorchDispatchMode):
         node = Node(str(func), func, recorded_args, recorded_kwargs, [], source, self.recorder.phase)
         for result in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(result, Tensor):
+                if result.layout is not torch.strided:
+                    raise TraceError(f"{func} makes a sparse tensor", fix="use dense tensors: sparse=False, or x.to_dense()", where=source)
                 value = Value(tuple(result.shape), result.dtype, node=node)
                 if id(result) not in self.known or not func._schema.is_mutable:
                     self.known[id(result)] = (value, result)
@@ -200,6 +204,17 @@ class Tracer(TorchDispatchMode):
             return self._functionalize(self.input_fakes, [value.name for value in self.graph.inputs])
         self.graph.share_views()
         return self.graph
+
+    def _refuse_write_outside(self, func: Any, args: tuple, source: str) -> None:
+        """A tensor that is not fake exists outside of the trace: it must be refused before it is written."""
+        for arg, spec in zip(args, func._schema.arguments, strict=False):
+            written = spec.alias_info is not None and spec.alias_info.is_write
+            if written and isinstance(arg, Tensor) and not isinstance(arg, FakeTensor):
+                raise TraceError(
+                    f"{func} writes in place into {self.recorder.name_of(arg)}, a tensor that the function closes over",
+                    fix="a step is pure: pass the tensor as an argument, compute a new one and return it",
+                    where=source,
+                )
 
     def _check_inputs_unmutated(self) -> None:
         root: dict[Value, Value] = {value: value for value in [*self.graph.inputs, *self.graph.constants]}
@@ -398,7 +413,7 @@ def _refuse_complex(graph: Graph) -> None:
 def explain(error: Exception) -> Exception:
     """A TraceError for what fake tensors cannot do; other exceptions are the user's own and pass unchanged."""
     text = str(error)
-    unread = "data is not allocated yet" in text or "data-dependent" in text.lower()
+    unread = any(t in text.lower() for t in ("data is not allocated yet", "data-dependent", ".numpy() is not supported"))
     if "guard" in type(error).__name__.lower() or unread or isinstance(
         error, (DataDependentOutputException, DynamicOutputShapeException)
     ):

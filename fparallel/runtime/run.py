@@ -21,15 +21,20 @@ _CHECKED_CALLS = 3
 class Runner:
     """An executor for the mesh of a schedule. `ranks` are the ranks of this process."""
 
-    def __init__(self, schedule: Schedule, constants: Mapping[str, Tensor], *, compile: str = "eager") -> None:
+    def __init__(
+        self, schedule: Schedule, constants: Mapping[str, Tensor], *, compile: str = "eager", transport: Any = None,
+        check: bool = False,
+    ) -> None:  # fmt: skip
         mesh = schedule.mesh
         if mesh.kind == "abstract":
             raise ExecutionError(f"the mesh {mesh} is abstract: a step can be lowered for it, not run",
                                  fix='make the mesh with kind="job" or "simulated"')  # fmt: skip
         if mesh.device == "cpu":
             tune_allocator()
-        self.transport: Any = SimulatedTransport(mesh.size) if mesh.kind == "simulated" else DistributedTransport(mesh)
-        self.executor = Executor(schedule, self.transport, constants, compile=compile)
+        if transport is None:
+            transport = SimulatedTransport(mesh.size) if mesh.kind == "simulated" else DistributedTransport(mesh)
+        self.transport = transport
+        self.executor = Executor(schedule, transport, constants, compile=compile, check=check)
         self.ranks = self.executor.ranks
         self.is_job = mesh.kind == "job" and mesh.size > 1
         self.calls = 0
