@@ -1,8 +1,8 @@
 """Tests of parallel equality, for users as for the project itself.
 
-`assert_equivalent` runs a step on one device and on a mesh and compares every leaf. The strategies draw meshes, rules
-and whole training steps for hypothesis, which is imported when the first of them is used (it comes with the extra
-`fparallel[test]`):
+`assert_equivalent` runs a step on one device and on a mesh and compares every leaf. The strategies draw
+meshes, rules and whole training steps for hypothesis, which is imported when the first of them is used (it
+comes with the extra `fparallel[test]`):
 
     @given(mesh=fp.testing.meshes(max_ranks=8, axes=("dp", "tp")), data=st.data())
     def test_my_step(mesh, data):
@@ -14,16 +14,36 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fparallel.testing.equivalence import Difference, EquivalenceError, assert_close, assert_equivalent, differences
-from fparallel.testing.models import Block, Case, Problem, build, check
+from fparallel.testing.cases import Block, Case
+from fparallel.testing.equivalence import (
+    Difference,
+    EquivalenceError,
+    assert_close,
+    assert_equivalent,
+    differences,
+)
+from fparallel.testing.problems import Problem, build, check
 
 if TYPE_CHECKING:
     from fparallel.testing.strategies import cases, meshes, models, rules_for, whole_cases
 
 __all__ = [
-    "Block", "Case", "Difference", "EquivalenceError", "Problem", "assert_close", "assert_equivalent", "build", "cases",
-    "check", "differences", "meshes", "models", "rules_for", "whole_cases",
-]  # fmt: skip
+    "Block",
+    "Case",
+    "Difference",
+    "EquivalenceError",
+    "Problem",
+    "assert_close",
+    "assert_equivalent",
+    "build",
+    "cases",
+    "check",
+    "differences",
+    "meshes",
+    "models",
+    "rules_for",
+    "whole_cases",
+]
 
 _STRATEGIES = ("cases", "meshes", "models", "rules_for", "whole_cases")
 

@@ -13,8 +13,9 @@ from fparallel import tree
 from fparallel.api import jit
 from fparallel.array import Array, device_get
 from fparallel.errors import FparallelError
-from fparallel.layout import typed
+from fparallel.layout import Layout, typed
 from fparallel.mesh import Mesh
+from fparallel.runtime.transport.simulated import SimulatedTransport
 from fparallel.sharding import Rules
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -50,8 +51,8 @@ def differences(
 ) -> list[Difference]:
     """The leaves of `actual` that are not those of `expected`, the worst first.
 
-    A float leaf may differ by `atol + rtol * max |expected leaf|` in any element; other leaves are equal or not. NaN
-    equals NaN.
+    A float leaf may differ by `atol + rtol * max |expected leaf|` in any element; other leaves are equal or
+    not. NaN equals NaN.
 
     Args:
       actual: a tree of Arrays, tensors and numbers.
@@ -76,18 +77,28 @@ def differences(
     values = [torch.as_tensor(leaf) for leaf in device_get(found)]
     result = []
     for path, text, value, reference in zip(paths, texts, values, wanted, strict=True):
-        difference = _difference(path, text, value, torch.as_tensor(reference).detach().cpu(), atol, rtol, exact)
+        difference = _difference(
+            path, text, value, torch.as_tensor(reference).detach().cpu(), atol, rtol, exact
+        )
         if difference is not None:
             result.append(difference)
     return sorted(result, key=lambda d: -d.excess)
 
 
 def _typed(leaf: Any) -> str:
-    return f"{typed(leaf.dtype, None)}{list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    return typed(leaf.dtype, Layout.replicated(leaf.shape))
 
 
 def _difference(
-    path: str, text: str, actual: Tensor, expected: Tensor, atol: float | None, rtol: float | None, exact: bool
+    path: str,
+    text: str,
+    actual: Tensor,
+    expected: Tensor,
+    atol: float | None,
+    rtol: float | None,
+    exact: bool,
 ) -> Difference | None:
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         detail = f"expected {str(expected.dtype).removeprefix('torch.')}{list(expected.shape)}"
@@ -122,9 +133,15 @@ def _difference(
 
 
 def assert_close(
-    actual: Any, expected: Any, *, name: str = "the step", atol: float | None = None, rtol: float | None = None,
-    exact: bool = False, repro: str = "",
-) -> None:  # fmt: skip
+    actual: Any,
+    expected: Any,
+    *,
+    name: str = "the step",
+    atol: float | None = None,
+    rtol: float | None = None,
+    exact: bool = False,
+    repro: str = "",
+) -> None:
     """Raises unless two trees hold the same values; see `differences`.
 
     Raises:
@@ -134,40 +151,53 @@ def assert_close(
     if not found:
         return
     total = len(tree.leaves(expected))
-    lines = [f"  {d}" for d in found[:_SHOWN]] + ([f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
+    lines = [f"  {d}" for d in found[:_SHOWN]] + (
+        [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    )
     raise EquivalenceError(
-        f"{name} differs from the same step on one device in {len(found)} of {total} leaves, the worst first:\n"
-        + "\n".join(lines) + (f"\nReproduce: {repro}" if repro else ""),
+        f"{name} differs from the same step on one device in {len(found)} of {total} leaves, "
+        "the worst first:\n" + "\n".join(lines) + (f"\nReproduce: {repro}" if repro else ""),
         fix=f"compare lowered.explain({found[0].path.split('.', 1)[-1]!r}) and the schedule with the step; "
         "a custom op needs a rule that is true of it (fp.register_rule)",
-    )  # fmt: skip
+    )
 
 
 def assert_equivalent(
-    step: Callable[..., Any], args: Sequence[Any], *, mesh: Mesh, rules: Rules | None = None, atol: float | None = None,
-    rtol: float | None = None, steps: int = 1, init: Callable[..., Any] | None = None, donate: bool = False,
-    exact: bool = False, repro: str | None = None, mode: str = "buffered", seed: int | None = None, **options: Any,
-) -> Any:  # fmt: skip
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    mesh: Mesh,
+    rules: Rules | None = None,
+    atol: float | None = None,
+    rtol: float | None = None,
+    steps: int = 1,
+    init: Callable[..., Any] | None = None,
+    donate: bool = False,
+    exact: bool = False,
+    repro: str | None = None,
+    mode: str = "buffered",
+    seed: int | None = None,
+    **options: Any,
+) -> Any:
     """Asserts that a step under `fp.jit` on a mesh gives the values of the un-jitted step on one device.
 
-    Every leaf that the step returns is compared, so let it return its gradients: the loss alone hides most mistakes,
-    and Adam's first step hides any constant factor of a gradient.
+    Every leaf that the step returns is compared, so let it return its gradients: the loss alone hides most
+    mistakes, and Adam's first step hides any constant factor of a gradient.
 
     Args:
-      step: a pure function, `step(*args)`.
-      args: plain tensors with their global values, numbers and trees of these. They are not changed.
-      mesh: of kind "simulated" or "job".
-      rules: see `fp.Rules`.
-      atol, rtol: every float leaf may differ by `atol + rtol * max |leaf|`; by default 1e-10 each in float64, 1e-4 in
+      step: a pure function, `step(*args)`. args: plain tensors with their global values, numbers and trees of
+      these. They are not changed. mesh: of kind "simulated" or "job". rules: see `fp.Rules`. atol, rtol:
+      every float leaf may differ by `atol + rtol * max |leaf|`; by default 1e-10 each in float64, 1e-4 in
         float32.
-      steps: how often to run. From the second time on the first argument is what the step returned: its result, or the
+      steps: how often to run. From the second time on the first argument is what the step returned: its
+      result, or the
         first of the tuple that it returns.
-      init: a function such as `init(key)`, given the first argument; its result takes that argument's place. It is run
+      init: a function such as `init(key)`, given the first argument; its result takes that argument's place.
+      It is run
         under `fp.jit` too, and must give the same bits.
-      donate: donate the first argument.
-      exact: compare floats bit for bit, for integer-valued data.
-      repro: the line to print with a difference; by default the call itself.
-      mode, seed: how the ranks of a simulated mesh meet ("buffered" or "rendezvous") and in which order they advance
+      donate: donate the first argument. exact: compare floats bit for bit, for integer-valued data. repro:
+      the line to print with a difference; by default the call itself. mode, seed: how the ranks of a
+      simulated mesh meet ("buffered" or "rendezvous") and in which order they advance
         (None: in turn; a number: at random). Freed memory is overwritten, so that reading it shows.
       options: of `fp.jit`.
 
@@ -175,14 +205,13 @@ def assert_equivalent(
       What the step on the mesh returned last.
 
     Raises:
-      EquivalenceError: with the path, layout and values of every leaf that differs, the worst first, and one line to
+      EquivalenceError: with the path, layout and values of every leaf that differs, the worst first, and one
+      line to
         reproduce it.
 
-    >>> import torch, fparallel as fp
-    >>> mesh = fp.make_mesh((2,), ("dp",), kind="simulated")
-    >>> batch = torch.arange(6.0).reshape(3, 2)
-    >>> assert_equivalent(lambda w, batch: (batch @ w).sum(), (torch.ones(2), batch), mesh=mesh, rules=fp.Rules(batch="dp"))
-    f32[](15.0)
+    >>> import torch, fparallel as fp >>> mesh = fp.make_mesh((2,), ("dp",), kind="simulated") >>> batch =
+    torch.arange(6.0).reshape(3, 2) >>> assert_equivalent(lambda w, batch: (batch @ w).sum(), (torch.ones(2),
+    batch), mesh=mesh, rules=fp.Rules(batch="dp")) f32[](15.0)
     """
     name = getattr(step, "__name__", "the step")
     line = _repro(name, mesh, rules, steps, donate, exact, init) if repro is None else repro
@@ -195,9 +224,8 @@ def assert_equivalent(
         assert_close(born, reference[0], name=title, exact=True, repro=line)
         given[0] = born
     jitted = jit(step, mesh=mesh, rules=rules, donate_argnums=(0,) if donate else (), **options)
-    compiled = jitted.lower(*given).compile()
-    if mesh.kind == "simulated":
-        _use_simulated(compiled, mode, seed)
+    transport = SimulatedTransport(mesh.size, mode, seed=seed) if mesh.kind == "simulated" else None
+    compiled = jitted.lower(*given).compile(transport=transport, check=mesh.kind == "simulated")
     out = None
     for number in range(steps):
         out, expected = compiled(*given), step(*reference)
@@ -209,17 +237,6 @@ def assert_equivalent(
     return out
 
 
-def _use_simulated(compiled: Any, mode: str, seed: int | None) -> None:
-    from fparallel.runtime.executor import Executor
-    from fparallel.runtime.transport.simulated import SimulatedTransport
-
-    low = compiled.lowered
-    transport = SimulatedTransport(low.schedule.mesh.size, mode, seed=seed)
-    compiled.runner.executor = Executor(
-        low.schedule, transport, low.program.constants, compile=low.jitted.compile, check=True
-    )
-
-
 def _copy(value: Any) -> Any:
     return tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, value)
 
@@ -228,7 +245,9 @@ def rules_text(rules: Rules | None) -> str:
     """The rules as the Python that makes them."""
     if rules is None:
         return "None"
-    parts = ([repr(dict(rules.globs))] if rules.globs else []) + [f"{k}={v!r}" for k, v in rules.names.items()]
+    parts = ([repr(dict(rules.globs))] if rules.globs else []) + [
+        f"{k}={v!r}" for k, v in rules.names.items()
+    ]
     text = f"fp.Rules({', '.join(parts)})"
     zero = rules.zero_options
     if zero is not None:
@@ -244,9 +263,17 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def _repro(
-    name: str, mesh: Mesh, rules: Rules | None, steps: int, donate: bool, exact: bool, init: Callable[..., Any] | None
+    name: str,
+    mesh: Mesh,
+    rules: Rules | None,
+    steps: int,
+    donate: bool,
+    exact: bool,
+    init: Callable[..., Any] | None,
 ) -> str:
     more = f", steps={steps}" if steps != 1 else ""
     more += f", init={getattr(init, '__name__', 'init')}" if init is not None else ""
     more += (", donate=True" if donate else "") + (", exact=True" if exact else "")
-    return f"fp.testing.assert_equivalent({name}, args, mesh={mesh_text(mesh)}, rules={rules_text(rules)}{more})"
+    return (
+        f"fp.testing.assert_equivalent({name}, args, mesh={mesh_text(mesh)}, rules={rules_text(rules)}{more})"
+    )

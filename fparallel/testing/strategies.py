@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fparallel.mesh import Mesh, make_mesh
 from fparallel.sharding import Rules
-from fparallel.testing.models import EXTRAS, KINDS, Block, Case
+from fparallel.testing.cases import EXTRAS, KINDS, Block, Case
 
 AXES = ("dp", "tp", "sp", "x", "replica", "data_parallel")
 EXACT_KINDS = ("relu", "mixer")
@@ -19,9 +19,14 @@ EXACT_KINDS = ("relu", "mixer")
 
 @st.composite
 def meshes(
-    draw: st.DrawFn, *, max_ranks: int = 8, axes: Sequence[str] = ("dp", "tp"), min_axes: int = 1, max_axes: int | None = None
+    draw: st.DrawFn,
+    *,
+    max_ranks: int = 8,
+    axes: Sequence[str] = ("dp", "tp"),
+    min_axes: int = 1,
+    max_axes: int | None = None,
 ) -> Mesh:
-    """A simulated mesh of at most `max_ranks` ranks over some of `axes`, in any order; an axis may have size 1.
+    """A simulated mesh of at most `max_ranks` ranks over some of `axes`, in any order; sizes of 1 occur.
 
     Args:
       axes: the names to choose from.
@@ -39,18 +44,23 @@ def meshes(
 
 @st.composite
 def rules_for(
-    draw: st.DrawFn, mesh: Mesh, *, zero: Sequence[int] = (0, 1, 2, 3), zero_axes: Sequence[str] | None = None,
-    **choices: str | None | Sequence[str | None],
-) -> Rules:  # fmt: skip
+    draw: st.DrawFn,
+    mesh: Mesh,
+    *,
+    zero: Sequence[int] = (0, 1, 2, 3),
+    zero_axes: Sequence[str] | None = None,
+    **choices: str | Sequence[str | None] | None,
+) -> Rules:
     """Rules for a mesh: of every logical name one of the axes allowed for it, and ZeRO over some axis.
 
     Args:
-      zero: the stages to choose from.
-      zero_axes: the axes to choose from for it; by default all of the mesh.
-      choices: per logical name an axis, or several to choose from (None: no rule). Axes that the mesh lacks are left
+      zero: the stages to choose from. zero_axes: the axes to choose from for it; by default all of the mesh.
+      choices: per logical name an axis, or several to choose from (None: no rule). Axes that the mesh lacks
+      are left
         out. Names that stand on one tensor must have no axis in common.
 
-    >>> rules_for(mesh, batch="dp", mlp=("tp", None), vocab=("tp", None))                        # doctest: +SKIP
+    >>> rules_for(mesh, batch="dp", mlp=("tp", None), vocab=("tp", None))                        # doctest:
+    +SKIP
     """
     names: dict[str, Any] = {}
     for name, allowed in choices.items():
@@ -71,10 +81,15 @@ def blocks(draw: st.DrawFn, kinds: Sequence[str], dropout: bool) -> Block:
     kind = draw(st.sampled_from(list(kinds)))
     bias = draw(st.booleans())
     return Block(
-        kind, residual=draw(st.sampled_from([True, True, False])), norm=draw(st.sampled_from(["layer", "rms", ""])), bias=bias,
-        outlined=draw(st.booleans()), constrain=draw(st.booleans()), skip=draw(st.sampled_from([0, 0, 2, 3])),
+        kind,
+        residual=draw(st.sampled_from([True, True, False])),
+        norm=draw(st.sampled_from(["layer", "rms", ""])),
+        bias=bias,
+        outlined=draw(st.booleans()),
+        constrain=draw(st.booleans()),
+        skip=draw(st.sampled_from([0, 0, 2, 3])),
         dropout=draw(st.sampled_from([0.0, 0.3])) if dropout else 0.0,
-    )  # fmt: skip
+    )
 
 
 @st.composite
@@ -105,7 +120,7 @@ def _placed(draw: st.DrawFn, mesh: Mesh, constrained: bool) -> tuple[dict[str, A
         if draw(st.booleans()):
             names["seq"] = model
         spare = [axis for axis in rest if axis != model and axis not in model]
-        if spare and draw(st.booleans()):
+        if draw(st.booleans()) and spare:
             names["embed"] = spare[0]
     if data and not rest and not constrained and draw(st.booleans()):
         names["embed" if draw(st.booleans()) else "vocab"] = data[0]
@@ -114,11 +129,20 @@ def _placed(draw: st.DrawFn, mesh: Mesh, constrained: bool) -> tuple[dict[str, A
 
 @st.composite
 def cases(
-    draw: st.DrawFn, *, kinds: Sequence[str] = KINDS, losses: Sequence[str] = ("ce", "mean", "sum"), masks: Sequence[str] = ("random",),
-    optimizers: Sequence[str] = ("sgd", "momentum", "adamw"), extras: Sequence[str] = (), dropout: bool = False,
-    max_blocks: int = 2, max_ranks: int = 8, max_axes: int = 3, min_axes: int = 1,
-) -> Case:  # fmt: skip
-    """A whole training step: any model of these kinds, any mesh, any rules that fit, any ZeRO stage, odd sizes."""
+    draw: st.DrawFn,
+    *,
+    kinds: Sequence[str] = KINDS,
+    losses: Sequence[str] = ("ce", "mean", "sum"),
+    masks: Sequence[str] = ("random",),
+    optimizers: Sequence[str] = ("sgd", "momentum", "adamw"),
+    extras: Sequence[str] = (),
+    dropout: bool = False,
+    max_blocks: int = 2,
+    max_ranks: int = 8,
+    max_axes: int = 3,
+    min_axes: int = 1,
+) -> Case:
+    """A whole training step: any model of these kinds, mesh, rules that fit, ZeRO stage and odd sizes."""
     mesh = draw(meshes(max_ranks=max_ranks, axes=AXES, min_axes=min_axes, max_axes=max_axes))
     made = draw(models(kinds=kinds, max_blocks=max_blocks, dropout=dropout))
     names, data = draw(_placed(mesh, any(b.constrain for b in made)))
@@ -128,28 +152,48 @@ def cases(
     zero = None
     stage = draw(st.integers(0, 3))
     if stage or draw(st.booleans()):
-        several = tuple(data) if len(data) > 1 and draw(st.booleans()) else None
+        several: Any = tuple(data) if len(data) > 1 and draw(st.booleans()) else None
         axis = several or draw(st.sampled_from(data or list(mesh.names)))
         zero = (stage, axis, draw(st.sampled_from([0, 0, 10])))
     shards = math.prod(mesh.shape[axis] for axis in data)
-    attends = any(b.kind in ("attention", "parallel") for b in made)
+    # Attention, and what a final norm cancels, have gradients of rounding alone: lion takes their sign.
+    cancels = any(b.kind in ("attention", "parallel") for b in made) or bool(extras)
     return Case(
-        mesh=tuple(zip(mesh.names, mesh.sizes, strict=True)), names=tuple(names.items()), zero=zero,
-        vocab=draw(st.integers(5, 53)), rows=shards + draw(st.integers(0, 3)), seq=draw(st.integers(1, 5)),
-        dim=draw(st.sampled_from([4, 6, 5, 8])), hidden=draw(st.sampled_from([8, 6, 5, 3])),
-        heads=kv_heads * draw(st.sampled_from([1, 2, 3])), kv_heads=kv_heads, head_dim=draw(st.sampled_from([2, 3, 4])),
-        blocks=made, tied=draw(st.booleans()), extras=tuple(e for e in extras if draw(st.booleans())),
+        mesh=tuple(zip(mesh.names, mesh.sizes, strict=True)),
+        names=tuple(names.items()),
+        zero=zero,
+        vocab=draw(st.integers(5, 53)),
+        rows=shards + draw(st.integers(0, 3)),
+        seq=draw(st.integers(1, 5)),
+        dim=draw(st.sampled_from([4, 6, 5, 8])),
+        hidden=draw(st.sampled_from([8, 6, 5, 3])),
+        heads=kv_heads * draw(st.sampled_from([1, 2, 3])),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([2, 3, 4])),
+        blocks=made,
+        tied=draw(st.booleans()),
+        extras=tuple(e for e in extras if draw(st.booleans())),
         loss=draw(st.sampled_from(list(losses))),
-        optimizer=draw(st.sampled_from([o for o in optimizers if o != "lion" or not attends])),
-        mask=draw(st.sampled_from(list(masks))), state=draw(st.sampled_from(["TrainState", "dict"])),
-        seed=draw(st.integers(0, 999)), donate=draw(st.booleans()), steps=draw(st.sampled_from([1, 2])),
-    )  # fmt: skip
+        optimizer=draw(st.sampled_from([o for o in optimizers if o != "lion" or not cancels])),
+        mask=draw(st.sampled_from(list(masks))),
+        state=draw(st.sampled_from(["TrainState", "dict"])),
+        seed=draw(st.integers(0, 999)),
+        donate=draw(st.booleans()),
+        steps=draw(st.sampled_from([1, 2])),
+    )
 
 
 @st.composite
 def whole_cases(draw: st.DrawFn) -> Case:
     """A training step on whole numbers, whose sums are exact in any order: it must be equal bit for bit."""
-    case = draw(cases(kinds=EXACT_KINDS, losses=("sum",), optimizers=("sgd", "momentum"), extras=("unused", "zero_size", "fixed")))
+    case = draw(
+        cases(
+            kinds=EXACT_KINDS,
+            losses=("sum",),
+            optimizers=("sgd", "momentum"),
+            extras=("unused", "zero_size", "fixed"),
+        )
+    )
     made = tuple(replace(b, norm="") for b in case.blocks)
     return replace(case, blocks=made, whole=True, steps=1)
 
