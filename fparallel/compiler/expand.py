@@ -1,4 +1,4 @@
-"""Writing one op as a graph of simpler ops: by a function that its rule gives, or by torch's own decomposition."""
+"""Writing one op as a graph of simpler ops: by a function of its rule, or by torch's own decomposition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def expand_node(node: Node, fn: Callable | None, device: str = "cpu") -> Graph |
     Without `fn` it is torch's decomposition: None if there is none, or none for these arguments.
 
     Raises:
-      TraceError: the decomposition writes into an operand (batch norm's running statistics), or reads a value.
+      TraceError: the decomposition writes into an operand (batch norm's statistics), or reads a value.
     """
     if fn is not None:
         return _trace(node, fn, device)

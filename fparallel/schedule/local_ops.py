@@ -34,7 +34,9 @@ def own(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def layer_norm_backward(grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, *rest: Any) -> Any:
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, *rest: Any
+) -> Any:
     """ATen's kernel on CPUs reads mean and rstd as if they were contiguous; cut from larger ones they are not."""
     call = torch.ops.aten.native_layer_norm_backward.default
     return call(grad, x, shape, mean.contiguous(), rstd.contiguous(), *rest)
@@ -49,7 +51,9 @@ def global_index(runs: list[tuple[int, int, int]], device: torch.device | str) -
     return index
 
 
-def arange(runs: list[list[tuple[int, int, int]]], start: float, step: float, dtype: torch.dtype, device: str) -> Tensor:
+def arange(
+    runs: list[list[tuple[int, int, int]]], start: float, step: float, dtype: torch.dtype, device: str
+) -> Tensor:
     index = global_index(runs[0], device)
     return (index * step + start).to(dtype)
 
@@ -77,7 +81,11 @@ def local_position(index: Tensor, runs: Axis) -> tuple[Tensor, Tensor | None]:
 
 def _masked(values: Tensor, held: Tensor) -> Tensor:
     """Zero where a row is not held here (also where the value is NaN)."""
-    return torch.where(held.reshape(held.shape + (1,) * (values.dim() - held.dim())), values, torch.zeros((), dtype=values.dtype, device=values.device))
+    return torch.where(
+        held.reshape(held.shape + (1,) * (values.dim() - held.dim())),
+        values,
+        torch.zeros((), dtype=values.dtype, device=values.device),
+    )
 
 
 def embedding(weight: Tensor, index: Tensor, runs: list[Axis]) -> Tensor:
@@ -127,7 +135,9 @@ def _local_indices(
     return made, held, [*rest[:lead], *common, *rest[lead:]]
 
 
-def index(x: Tensor, indices: list[Tensor | None], sizes: list[int], runs: list[list[Axis] | None], lead: int) -> Tensor:
+def index(
+    x: Tensor, indices: list[Tensor | None], sizes: list[int], runs: list[list[Axis] | None], lead: int
+) -> Tensor:
     """x[indices] of a tensor that is sharded along indexed dims: zero where the element lies on another rank.
 
     `lead`: how many dims of the result come before those of the indices.
@@ -136,18 +146,29 @@ def index(x: Tensor, indices: list[Tensor | None], sizes: list[int], runs: list[
     if not x.numel():
         return x.new_zeros(shape)
     picked = torch.ops.aten.index.Tensor(x, made)
-    return picked if held is None else torch.where(held, picked, torch.zeros((), dtype=picked.dtype, device=picked.device))
+    return (
+        picked
+        if held is None
+        else torch.where(held, picked, torch.zeros((), dtype=picked.dtype, device=picked.device))
+    )
 
 
 def index_put(
-    x: Tensor, values: Tensor, indices: list[Tensor | None], sizes: list[int], runs: list[list[Axis] | None], lead: int
+    x: Tensor,
+    values: Tensor,
+    indices: list[Tensor | None],
+    sizes: list[int],
+    runs: list[list[Axis] | None],
+    lead: int,
 ) -> Tensor:
     """x with the values added whose positions lie on this rank."""
     made, held, shape = _local_indices(x, indices, sizes, runs, lead)
     if not x.numel():
         return x.clone()
     if held is not None:
-        values = torch.where(held, values.expand(shape), torch.zeros((), dtype=values.dtype, device=values.device))
+        values = torch.where(
+            held, values.expand(shape), torch.zeros((), dtype=values.dtype, device=values.device)
+        )
     return torch.ops.aten.index_put.default(x, made, values, True)
 
 
@@ -189,7 +210,13 @@ def extremum(x: Tensor, kind: str, dims: list[int], keepdim: bool) -> Tensor:
 
 
 def random(
-    key: Tensor, kind: str, shape: list[int], dtype: torch.dtype, low: float, high: float, runs: list[list[tuple[int, int, int]]]
+    key: Tensor,
+    kind: str,
+    shape: list[int],
+    dtype: torch.dtype,
+    low: float,
+    high: float,
+    runs: list[list[tuple[int, int, int]]],
 ) -> Tensor:
     """The part of a keyed draw of global `shape` that a shard holds."""
     from fparallel.random import random_shard
@@ -215,6 +242,11 @@ def or_empty(
         for shape, dtype in zip(shapes, dtypes, strict=True)
     )
     return made if len(made) > 1 else made[0]
+
+
+def dense(target: str, args: list, *rest: Any) -> Tensor | tuple[Tensor, ...]:
+    """`or_empty` on contiguous operands."""
+    return or_empty(target, [a.contiguous() if isinstance(a, Tensor) else a for a in args], *rest)
 
 
 def operator(target: str) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Every op rule against the unsharded op: `python -m fparallel.testing.opcheck`.
 
-For each entry of torch's op_db, each sample, each tensor input and each of its dims, the op runs under `fp.jit` on
-simulated ranks with that dim of that input sharded, and must give what it gives on one device. Verdicts:
+For each entry of torch's op_db, each sample, each tensor input and each of its dims, the op runs under
+`fp.jit` on simulated ranks with that dim of that input sharded, and must give what it gives on one device:
 
     sharded      at least one dim is worked on where it lies: nothing is gathered
     replicated   it works, by gathering
@@ -183,7 +183,7 @@ def _path_text(path: Sequence[Any]) -> str:
 
 
 def with_gradients(case: Case) -> tuple[Case, Any] | None:
-    """The case that returns weighted sums of the outputs and their gradients, and its reference; None without any."""
+    """The case that returns a weighted sum of the outputs and its gradients, with their reference."""
     diff = tuple(i for i, t in enumerate(case.tensors) if t.is_floating_point() and t.layout is torch.strided)
     if any(case.tensors[i].isnan().any() for i in diff):
         return None  # torch's own derivatives of NaN differ between real and fake tensors (prod)
@@ -390,10 +390,10 @@ def markdown(results: Sequence[OpResult]) -> str:
     """The table of docs/ops.md."""
     lines = [
         "# Ops", "",
-        "What the compiler does with the entries of torch's op_db when one dim of one input is sharded: every verdict is",
-        "the result of comparing with the unsharded op in float64 (`make opcheck` writes this file).", "",
-        "*sharded*: at least one dim (marked `*`) is worked on where it lies, with no gather. *replicated*: it works, by",
-        "gathering. *refused*: an error says what to do instead.", "",
+        "What the compiler does with the entries of torch's op_db when one dim of one input is sharded: every",
+        "verdict is the result of comparing with the unsharded op in float64 (`make opcheck` writes this file).", "",
+        "*sharded*: at least one dim (marked `*`) is worked on where it lies, with no gather. *replicated*: it",
+        "works, by gathering. *refused*: an error says what to do instead.", "",
         f"{summary(results)}.", "",
         "| op | verdict | dims that shard | refused because |", "|---|---|---|---|",
     ]  # fmt: skip

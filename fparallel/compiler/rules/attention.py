@@ -1,4 +1,7 @@
-"""Fused attention: batch and heads shard, sequence and head dim are whole. GQA keeps groups of heads together."""
+"""Fused attention: batch and heads shard, sequence and head dim are whole.
+
+Grouped queries keep the heads of a group together: a query head is (kv head, group).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ def flash_cpu(node: Node) -> Rule:
     ins = [h.q, h.k, h.v]
     if len(node.inputs) > 3:
         ins.append(h.mask(node.inputs[3].shape, (q[0], q[1], q[2], k[2])))
-    return Rule(h.factors.sizes, ins, [h.out, h.lse], locked=h.locked, flops=_flops(node), local=local_or_empty)
+    return Rule(
+        h.factors.sizes, ins, [h.out, h.lse], locked=h.locked, flops=_flops(node), local=local_or_empty
+    )
 
 
 @rule("aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
@@ -52,7 +57,15 @@ def flash_cpu_backward(node: Node) -> Rule:
     ins = [h.out, h.q, h.k, h.v, h.out, h.lse]
     if len(node.inputs) > 6:
         ins.append(h.mask(node.inputs[6].shape, (q[0], q[1], q[2], k[2])))
-    return Rule(h.factors.sizes, ins, [h.q, h.k, h.v], reduce=_groups(h), locked=h.locked, flops=5 * node.inputs[1].numel * k[2], local=local_or_empty)
+    return Rule(
+        h.factors.sizes,
+        ins,
+        [h.q, h.k, h.v],
+        reduce=_groups(h),
+        locked=h.locked,
+        flops=5 * node.inputs[1].numel * k[2],
+        local=local_or_empty,
+    )
 
 
 def _groups(h: _Heads) -> dict[int, str]:
@@ -60,7 +73,7 @@ def _groups(h: _Heads) -> dict[int, str]:
 
 
 def _cuda_forward(node: Node) -> Rule:
-    """Flash, memory-efficient and cuDNN attention: beside out and lse they return bookkeeping that is whole."""
+    """Flash, memory-efficient and cuDNN attention: beside out and lse they return bookkeeping, whole."""
     q, k, v = (x.shape for x in node.inputs[:3])
     h = _Heads(q, k, v)
     ins: list[Dims] = [h.q, h.k, h.v]
@@ -68,7 +81,11 @@ def _cuda_forward(node: Node) -> Rule:
     outs: list[Dims] = [h.out]
     for out in node.outs[1:]:
         is_lse = len(out.shape) >= 3 and out.shape[:2] == (q[0], q[1])
-        outs.append((h.batch, h.heads, *(((h.factors.new(s),) if s != 1 else ()) for s in out.shape[2:])) if is_lse else tuple(() for _ in out.shape))
+        outs.append(
+            (h.batch, h.heads, *(((h.factors.new(s),) if s != 1 else ()) for s in out.shape[2:]))
+            if is_lse
+            else tuple(() for _ in out.shape)
+        )
     locked = set(range(len(h.factors.sizes))) - {*h.batch, *h.heads}
     return Rule(h.factors.sizes, ins, outs, locked=locked, flops=_flops(node), local=local_or_empty)
 
@@ -88,15 +105,24 @@ def _cuda_backward(node: Node) -> Rule:
             ins.append(tuple(() for _ in x.shape))
     outs: list[Dims] = [h.q, h.k, h.v] + [tuple(() for _ in out.shape) for out in node.outs[3:]]
     locked = set(range(len(h.factors.sizes))) - {*h.batch, *h.heads}
-    return Rule(h.factors.sizes, ins, outs, reduce=_groups(h), locked=locked, flops=5 * node.inputs[1].numel * k[2], local=local_or_empty)
+    return Rule(
+        h.factors.sizes,
+        ins,
+        outs,
+        reduce=_groups(h),
+        locked=locked,
+        flops=5 * node.inputs[1].numel * k[2],
+        local=local_or_empty,
+    )
 
 
 rule(
-    "aten._scaled_dot_product_flash_attention.default", "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
-)(_cuda_forward)  # fmt: skip
+)(_cuda_forward)
 rule(
     "aten._scaled_dot_product_flash_attention_backward.default",
     "aten._scaled_dot_product_efficient_attention_backward.default",
     "aten._scaled_dot_product_cudnn_attention_backward.default",
-)(_cuda_backward)  # fmt: skip
+)(_cuda_backward)

@@ -1,7 +1,7 @@
-"""Ops on trailing dims, which shard over everything in front: linear algebra, FFTs, pooling, resizing, sampling.
+"""Ops on trailing dims, which shard over everything in front: linear algebra, FFTs, pooling, resizing.
 
-The tables below give, per operand and result, how many trailing dims belong to the op: "2 -> 1 2" takes matrices and
-gives a vector and a matrix. The dims in front are batch dims; they broadcast.
+The tables below give, per operand and result, how many trailing dims belong to the op: "2 -> 1 2" takes
+matrices and gives a vector and a matrix. The dims in front are batch dims; they broadcast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _TAILS = {
     "aten.linalg_inv_ex.default": "2 -> 2 0", "aten._linalg_det.default": "2 -> 0 2 1",
     "aten._linalg_slogdet.default": "2 -> 0 0 2 1", "aten._linalg_eigh.default": "2 -> 1 2",
     "aten._linalg_eigvals.default": "2 -> 1", "aten.linalg_eig.default": "2 -> 1 2",
-    "aten._linalg_svd.default": "2 -> 2 1 2", "aten.linalg_qr.default": "2 -> 2 2", "aten.geqrf.default": "2 -> 2 1",
+    "aten._linalg_svd.default": "2 -> 2 1 2", "aten.linalg_qr.default": "2 -> 2 2",
+    "aten.geqrf.default": "2 -> 2 1",
     "aten.linalg_lu.default": "2 -> 2 2 2", "aten.linalg_lu_factor_ex.default": "2 -> 2 1 0",
     "aten.linalg_lu_solve.default": "2 1 2 -> 2", "aten.lu_unpack.default": "2 1 -> 2 2 2",
     "aten.linalg_ldl_factor_ex.default": "2 -> 2 1 0", "aten.linalg_ldl_solve.default": "2 1 2 -> 2",
@@ -37,7 +38,8 @@ _TAILS = {
     "aten.linalg_matrix_exp.default": "2 -> 2", "aten.linalg_pinv.atol_rtol_tensor": "2 0 0 -> 2",
 }  # fmt: skip
 _SPATIAL = {
-    "avg_pool2d": "2 -> 2", "avg_pool2d_backward": "2 2 -> 2", "avg_pool3d": "3 -> 3", "avg_pool3d_backward": "3 3 -> 3",
+    "avg_pool2d": "2 -> 2", "avg_pool2d_backward": "2 2 -> 2",
+    "avg_pool3d": "3 -> 3", "avg_pool3d_backward": "3 3 -> 3",
     "_adaptive_avg_pool2d": "2 -> 2", "_adaptive_avg_pool2d_backward": "2 2 -> 2",
     "_adaptive_avg_pool3d": "3 -> 3", "_adaptive_avg_pool3d_backward": "3 3 -> 3",
     "adaptive_max_pool2d": "2 -> 2 2", "adaptive_max_pool2d_backward": "2 2 2 -> 2",
@@ -47,16 +49,20 @@ _SPATIAL = {
     "fractional_max_pool2d": "2 1 -> 2 2", "fractional_max_pool2d_backward": "2 2 2 -> 2",
     "fractional_max_pool3d": "3 1 -> 3 3", "fractional_max_pool3d_backward": "3 3 3 -> 3",
     "max_unpool2d": "2 2 -> 2", "max_unpool3d": "3 3 -> 3",
-    "reflection_pad1d_backward": "1 1 -> 1", "reflection_pad2d_backward": "2 2 -> 2", "reflection_pad3d_backward": "3 3 -> 3",
-    "replication_pad1d_backward": "1 1 -> 1", "replication_pad2d_backward": "2 2 -> 2", "replication_pad3d_backward": "3 3 -> 3",
+    "reflection_pad1d_backward": "1 1 -> 1", "reflection_pad2d_backward": "2 2 -> 2",
+    "reflection_pad3d_backward": "3 3 -> 3",
+    "replication_pad1d_backward": "1 1 -> 1", "replication_pad2d_backward": "2 2 -> 2",
+    "replication_pad3d_backward": "3 3 -> 3",
     "_upsample_bilinear2d_aa": "2 -> 2", "_upsample_bicubic2d_aa": "2 -> 2",
     "im2col": "3 -> 2", "col2im": "2 -> 3",
 }  # fmt: skip
 _TAILS.update({f"aten.{name}.default": tails for name, tails in _SPATIAL.items()})
 _RESIZE_BACKWARD = {
     "upsample_nearest1d": 1, "upsample_linear1d": 1, "upsample_nearest2d": 2, "upsample_bilinear2d": 2,
-    "upsample_bicubic2d": 2, "_upsample_bilinear2d_aa": 2, "_upsample_bicubic2d_aa": 2, "_upsample_nearest_exact1d": 1,
-    "_upsample_nearest_exact2d": 2, "_upsample_nearest_exact3d": 3, "upsample_nearest3d": 3, "upsample_trilinear3d": 3,
+    "upsample_bicubic2d": 2, "_upsample_bilinear2d_aa": 2, "_upsample_bicubic2d_aa": 2,
+    "_upsample_nearest_exact1d": 1,
+    "_upsample_nearest_exact2d": 2, "_upsample_nearest_exact3d": 3, "upsample_nearest3d": 3,
+    "upsample_trilinear3d": 3,
 }  # fmt: skip
 _TAILS.update({f"aten.{name}_backward.default": f"{n} -> {n}" for name, n in _RESIZE_BACKWARD.items()})
 
@@ -87,6 +93,8 @@ def _from_table(node: Node) -> Rule | None:
     left, _, right = _TAILS[node.target].partition(" -> ")
     ins = [int(n) for n in left.split()][: len(node.inputs)]
     made = batched(node, ins, [int(n) for n in right.split()])
+    if "pool" in node.target and "_backward" in node.target:
+        made.local = lambda placed: local_or_empty(placed, dense=True)
     if (
         node.target.endswith("_backward.default")
         and node.target.removeprefix("aten.").removesuffix("_backward.default") in _RESIZE_BACKWARD
@@ -170,8 +178,9 @@ def _cdist(node: Node, x1: Value, x2: Value, full: Value) -> tuple[Rule, int, in
     lead = factors.dims(batch)
     p, r, m = factors.new(x1.shape[-2]), factors.new(x2.shape[-2]), factors.new(x1.shape[-1])
     ins: list[Dims] = [
-        (*broadcast_dims(lead, x1.shape[:-2], batch), (p,), (m,)), (*broadcast_dims(lead, x2.shape[:-2], batch), (r,), (m,)),
-    ]  # fmt: skip
+        (*broadcast_dims(lead, x1.shape[:-2], batch), (p,), (m,)),
+        (*broadcast_dims(lead, x2.shape[:-2], batch), (r,), (m,)),
+    ]
     return Rule(factors.sizes, ins, [lead], locked={m}, local=local_or_empty), p, r, m
 
 
@@ -283,22 +292,42 @@ def histc(node: Node) -> Rule:
     count = factors.new(bins)
     bounded = low < high
     return Rule(
-        factors.sizes, [src], [((count,),)], reduce=dict.fromkeys(own, "sum") if bounded else {},
-        locked={count} | (set() if bounded else own), local=local_or_empty,
-    )  # fmt: skip
+        factors.sizes,
+        [src],
+        [((count,),)],
+        reduce=dict.fromkeys(own, "sum") if bounded else {},
+        locked={count} | (set() if bounded else own),
+        local=local_or_empty,
+    )
 
 
 @rule(
-    "aten.median.default", "aten.nanmedian.default", "aten.hash_tensor.default", "aten.put.default",
-    "aten.masked_scatter.default", "aten.masked_scatter_backward.default", "aten.nonzero_static.default",
-    "aten._pdist_forward.default", "aten._pdist_backward.default", "aten.segment_reduce.default",
-    "aten._segment_reduce_backward.default", "aten.histogram.bin_ct", "aten.histogram.bins_tensor",
-    "aten._embedding_bag.default", "aten._embedding_bag_forward_only.default", "aten._histogramdd_bin_edges.default",
-    "aten._histogramdd_from_bin_cts.default", "aten._histogramdd_from_bin_tensors.default",
-    "aten._ctc_loss.default", "aten._ctc_loss.Tensor", "aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor",
-    "aten._embedding_bag_backward.default", "aten._embedding_bag_dense_backward.default",
+    "aten.median.default",
+    "aten.nanmedian.default",
+    "aten.hash_tensor.default",
+    "aten.put.default",
+    "aten.masked_scatter.default",
+    "aten.masked_scatter_backward.default",
+    "aten.nonzero_static.default",
+    "aten._pdist_forward.default",
+    "aten._pdist_backward.default",
+    "aten.segment_reduce.default",
+    "aten._segment_reduce_backward.default",
+    "aten.histogram.bin_ct",
+    "aten.histogram.bins_tensor",
+    "aten._embedding_bag.default",
+    "aten._embedding_bag_forward_only.default",
+    "aten._histogramdd_bin_edges.default",
+    "aten._histogramdd_from_bin_cts.default",
+    "aten._histogramdd_from_bin_tensors.default",
+    "aten._ctc_loss.default",
+    "aten._ctc_loss.Tensor",
+    "aten._ctc_loss_backward.default",
+    "aten._ctc_loss_backward.Tensor",
+    "aten._embedding_bag_backward.default",
+    "aten._embedding_bag_dense_backward.default",
     "aten._embedding_bag_per_sample_weights_backward.default",
-)  # fmt: skip
+)
 def whole(node: Node) -> Rule:
     """Every operand is gathered: each result needs all of it."""
     factors = Factors()

@@ -1,4 +1,4 @@
-"""Ops whose result depends on no data: constants, ranges, keyed random draws. Every shard makes its own part."""
+"""Ops whose result depends on no data: constants, ranges, keyed draws. Every shard makes its own part."""
 
 from __future__ import annotations
 
@@ -15,11 +15,24 @@ def _device(node: Node) -> str:
 
 
 @rule(
-    "aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format", "aten.scalar_tensor.default",
-    "aten.full_like.default", "aten.zeros_like.default", "aten.ones_like.default", "aten.empty_like.default",
-    "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default", "aten.new_empty.default",
-    "aten.empty_strided.default", "aten.new_empty_strided.default", "aten.zero.default", "aten.fill.Scalar",
-)  # fmt: skip
+    "aten.full.default",
+    "aten.zeros.default",
+    "aten.ones.default",
+    "aten.empty.memory_format",
+    "aten.scalar_tensor.default",
+    "aten.full_like.default",
+    "aten.zeros_like.default",
+    "aten.ones_like.default",
+    "aten.empty_like.default",
+    "aten.new_zeros.default",
+    "aten.new_ones.default",
+    "aten.new_full.default",
+    "aten.new_empty.default",
+    "aten.empty_strided.default",
+    "aten.new_empty_strided.default",
+    "aten.zero.default",
+    "aten.fill.Scalar",
+)
 def constant(node: Node) -> Rule:
     factors = Factors()
     out = factors.dims(node.outs[0].shape)
@@ -29,7 +42,10 @@ def constant(node: Node) -> Rule:
         kwargs = {"dtype": node.outs[0].dtype, "device": _device(node)}
         return "aten.full.default", (LocalShape(placed.outs[0]), value), kwargs
 
-    ins = [out if v.shape == node.outs[0].shape else tuple((factors.new(s),) for s in v.shape) for v in node.inputs]
+    ins = [
+        out if v.shape == node.outs[0].shape else tuple((factors.new(s),) for s in v.shape)
+        for v in node.inputs
+    ]
     return Rule(factors.sizes, ins, [out], local=local, factory=True)
 
 
@@ -43,7 +59,15 @@ def fill_value(node: Node) -> Any:
     return 1 if "ones" in name else 0
 
 
-_CONSTANT = ("aten.full.", "aten.zeros", "aten.full_like.", "aten.new_zeros.", "aten.new_full.", "aten.zero.", "aten.fill.Scalar")
+_CONSTANT = (
+    "aten.full.",
+    "aten.zeros",
+    "aten.full_like.",
+    "aten.new_zeros.",
+    "aten.new_full.",
+    "aten.zero.",
+    "aten.fill.Scalar",
+)
 
 
 def is_zeros(node: Node) -> bool:
@@ -68,8 +92,16 @@ def arange(node: Node) -> Rule:
     return Rule([node.outs[0].shape[0]], [], [((0,),)], local=local, factory=True)
 
 
-@rule("aten.eye.default", "aten.eye.m", "aten.linspace.default", "aten.logspace.default", "aten.tril_indices.default",
-      "aten.triu_indices.default", "aten.hann_window.default", "aten.hamming_window.default")  # fmt: skip
+@rule(
+    "aten.eye.default",
+    "aten.eye.m",
+    "aten.linspace.default",
+    "aten.logspace.default",
+    "aten.tril_indices.default",
+    "aten.triu_indices.default",
+    "aten.hann_window.default",
+    "aten.hamming_window.default",
+)
 def whole_constant(node: Node) -> Rule:
     factors = Factors()
     out = factors.dims(node.outs[0].shape)
@@ -87,9 +119,15 @@ def random_draw(node: Node) -> Rule:
     def local(placed: Placed) -> LocalCall:
         if not placed.outs[0].sharded_axes:
             return node.target, node.args, node.kwargs
-        return "local.random", (key, kind, list(shape), dtype, low, high, Runs(Layout(placed.outs[0].dims))), {}
+        return (
+            "local.random",
+            (key, kind, list(shape), dtype, low, high, Runs(Layout(placed.outs[0].dims))),
+            {},
+        )
 
-    return Rule(factors.sizes, [whole], [out], locked={f for d in whole for f in d}, local=local, factory=True)
+    return Rule(
+        factors.sizes, [whole], [out], locked={f for d in whole for f in d}, local=local, factory=True
+    )
 
 
 @rule("fparallel.fold_in.default", "fparallel.split.default")

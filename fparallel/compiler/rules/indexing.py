@@ -60,14 +60,18 @@ def embedding_backward(node: Node) -> Rule:
 
     locked = {f for d in idx for f in d} | {vocab} if scale else set()
     return Rule(
-        factors.sizes, [(*idx, (embed,)), idx], [((vocab,), (embed,))],
-        reduce=dict.fromkeys([f for d in idx for f in d], "sum"), locked=locked, local=local,
-    )  # fmt: skip
+        factors.sizes,
+        [(*idx, (embed,)), idx],
+        [((vocab,), (embed,))],
+        reduce=dict.fromkeys([f for d in idx for f in d], "sum"),
+        locked=locked,
+        local=local,
+    )
 
 
 @rule("aten.gather.default")
 def gather(node: Node) -> Rule:
-    """Dims other than `dim` shard where source and index agree; along a sharded `dim` it picks by comparison."""
+    """Dims other than `dim` shard where both agree; along a sharded `dim` it picks by comparison."""
     src, index = node.inputs
     dim = node.args[1] % max(1, len(src.shape))
     factors = Factors()
@@ -109,10 +113,16 @@ def gather(node: Node) -> Rule:
     return Rule(factors.sizes, [tuple(ins), out], [out], locked=locked, expand=expand)
 
 
-@rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.scatter_reduce.two", "aten.scatter.reduce",
-      "aten.scatter.value_reduce")  # fmt: skip
+@rule(
+    "aten.scatter.src",
+    "aten.scatter.value",
+    "aten.scatter_add.default",
+    "aten.scatter_reduce.two",
+    "aten.scatter.reduce",
+    "aten.scatter.value_reduce",
+)
 def scatter(node: Node) -> Rule:
-    """Dims other than `dim` shard where all operands agree; scatter_add also along `dim`: each rank adds its own."""
+    """Dims other than `dim` shard where all operands agree, in scatter_add also `dim`: each adds its own."""
     shape, dim, rest = node.outs[0].shape, node.args[1], node.inputs[1:]
     factors = Factors()
     out = factors.dims(shape)
@@ -215,7 +225,7 @@ class _Indexed:
         runs = [
             Runs(Layout((dim,))) if d in self.indexed and any(f.axes for f in dim) else None
             for d, dim in enumerate(layout.dims)
-        ]  # fmt: skip
+        ]
         return (list(self.indices), list(layout.shape), runs) if any(runs) else None
 
 
@@ -270,9 +280,13 @@ def index_tensor(node: Node) -> Rule | None:
     own = set(at.own.values())
     sums = not (x.dtype == torch.bool or x.dtype.is_complex)
     return Rule(
-        at.factors.sizes, [at.x, *at.ins], [at.picked], reduce=dict.fromkeys(own, "sum") if sums else {},
-        locked=set() if sums else own, local=local,
-    )  # fmt: skip
+        at.factors.sizes,
+        [at.x, *at.ins],
+        [at.picked],
+        reduce=dict.fromkeys(own, "sum") if sums else {},
+        locked=set() if sums else own,
+        local=local,
+    )
 
 
 @rule("aten.index_put.default", "aten._unsafe_index_put.default")
@@ -305,9 +319,13 @@ def index_put(node: Node) -> Rule | None:
 
     zeros = x.node is not None and is_zeros(x.node)  # then every rank may start from them
     return Rule(
-        at.factors.sizes, ins, [at.x], reduce=dict.fromkeys(positions, "sum"), local=local,
+        at.factors.sizes,
+        ins,
+        [at.x],
+        reduce=dict.fromkeys(positions, "sum"),
+        local=local,
         expand={} if zeros else dict.fromkeys(positions, expansion),
-    )  # fmt: skip
+    )
 
 
 @rule("aten.nll_loss_forward.default")
@@ -351,7 +369,7 @@ def _nll_loss(logp: Any, target: Any, weight: Any, reduction: int, ignore: int) 
 
 @rule("aten.nll_loss_backward.default")
 def nll_loss_backward(node: Node) -> Rule | None:
-    grad, logp, target, weight, reduction, ignore, total = node.args
+    grad, logp, _, weight = node.args[:4]
     if len(logp.shape) != 2:
         return None
     factors = Factors()

@@ -43,9 +43,13 @@ def addmm(node: Node) -> Rule:
     out = (*lead, (m,), (n,))
     flops = 2 * node.outs[0].numel * a.shape[-1]
     return Rule(
-        factors.sizes, [broadcast_dims(out, bias.shape, node.outs[0].shape), (*lead, (m,), (k,)), (*lead, (k,), (n,))], [out],
-        reduce={k: "sum"}, expand={k: _addmm}, flops=flops,
-    )  # fmt: skip
+        factors.sizes,
+        [broadcast_dims(out, bias.shape, node.outs[0].shape), (*lead, (m,), (k,)), (*lead, (k,), (n,))],
+        [out],
+        reduce={k: "sum"},
+        expand={k: _addmm},
+        flops=flops,
+    )
 
 
 def _addmm(bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
@@ -77,9 +81,13 @@ def addbmm(node: Node) -> Rule:
         return bias * beta + a.bmm(b).sum(0) * alpha
 
     return Rule(
-        factors.sizes, [broadcast_dims(out, bias.shape, node.outs[0].shape), ((batch,), (m,), (k,)), ((batch,), (k,), (n,))], [out],
-        reduce={batch: "sum", k: "sum"}, expand={batch: expansion, k: expansion}, flops=2 * a.numel * b.shape[-1],
-    )  # fmt: skip
+        factors.sizes,
+        [broadcast_dims(out, bias.shape, node.outs[0].shape), ((batch,), (m,), (k,)), ((batch,), (k,), (n,))],
+        [out],
+        reduce={batch: "sum", k: "sum"},
+        expand={batch: expansion, k: expansion},
+        flops=2 * a.numel * b.shape[-1],
+    )
 
 
 class _Convolution:
@@ -127,9 +135,15 @@ def convolution(node: Node) -> Rule:
         )
 
     return Rule(
-        c.factors.sizes, [c.x, c.weight] + ([((c.o,),)] if bias is not None else []), [c.out], reduce={c.i: "sum"},
-        expand={c.i: expansion} if bias is not None else {}, locked=c.locked, flops=c.flops, local=local_or_empty,
-    )  # fmt: skip
+        c.factors.sizes,
+        [c.x, c.weight] + ([((c.o,),)] if bias is not None else []),
+        [c.out],
+        reduce={c.i: "sum"},
+        expand={c.i: expansion} if bias is not None else {},
+        locked=c.locked,
+        flops=c.flops,
+        local=local_or_empty,
+    )
 
 
 @rule("aten.convolution_backward.default")
@@ -157,7 +171,12 @@ def convolution_backward(node: Node) -> Rule:
         )  # the same on every rank, even one without channels of x
 
     return Rule(
-        c.factors.sizes, [c.out, c.x, c.weight], [o if keep else () for o, keep in zip(outs, mask, strict=True)],
-        reduce={c.n: "sum", c.o: "sum"}, locked=c.locked, flops=2 * c.flops, local=local,
+        c.factors.sizes,
+        [c.out, c.x, c.weight],
+        [o if keep else () for o, keep in zip(outs, mask, strict=True)],
+        reduce={c.n: "sum", c.o: "sum"},
+        locked=c.locked,
+        flops=2 * c.flops,
+        local=local,
         expand={c.i: expansion} if mask[2] else {},
-    )  # fmt: skip
+    )

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 
 from fparallel.compiler.graph import Node
-from fparallel.compiler.rules.registry import Dims, Factors, LocalCall, Placed, Rule, argument, local_or_empty, rule
+from fparallel.compiler.rules.registry import (
+    Dims,
+    Factors,
+    LocalCall,
+    Placed,
+    Rule,
+    argument,
+    local_or_empty,
+    rule,
+)
 from fparallel.schedule.segment import LocalSize
 
 _FIRST = [frozenset((0,))]
@@ -30,9 +39,7 @@ def reduced_dims(node: Node, dim: Any) -> list[int]:
 def _reduction(node: Node, dims: list[int], keepdim: bool, kind: str | None, **kwargs: Any) -> Rule:
     factors = Factors()
     src = factors.dims(node.inputs[0].shape)
-    out: Dims = tuple(
-        () if i in dims else d for i, d in enumerate(src) if keepdim or i not in dims
-    )
+    out: Dims = tuple(() if i in dims else d for i, d in enumerate(src) if keepdim or i not in dims)
     gone = {src[d][0] for d in dims}
     if kind is None:
         return Rule(factors.sizes, [src], [out] * len(node.outs), locked=gone, **kwargs)
@@ -41,7 +48,9 @@ def _reduction(node: Node, dims: list[int], keepdim: bool, kind: str | None, **k
 
 @rule("aten.sum.default", "aten.sum.dim_IntList")
 def sum_(node: Node) -> Rule:
-    return _reduction(node, reduced_dims(node, argument(node, "dim")), bool(argument(node, "keepdim")), "sum", linear=_FIRST)
+    return _reduction(
+        node, reduced_dims(node, argument(node, "dim")), bool(argument(node, "keepdim")), "sum", linear=_FIRST
+    )
 
 
 @rule("aten.mean.default", "aten.mean.dim")
@@ -74,10 +83,14 @@ def extremum(node: Node) -> Rule:
     return _reduction(node, dims, keepdim, kind, local=local)
 
 
-@rule("aten.any.default", "aten.any.dim", "aten.any.dims", "aten.all.default", "aten.all.dim", "aten.all.dims")
+@rule(
+    "aten.any.default", "aten.any.dim", "aten.any.dims", "aten.all.default", "aten.all.dim", "aten.all.dims"
+)
 def logical(node: Node) -> Rule:
     kind = "max" if ".any." in node.target else "min"
-    made = _reduction(node, reduced_dims(node, argument(node, "dim")), bool(argument(node, "keepdim", False)), kind)
+    made = _reduction(
+        node, reduced_dims(node, argument(node, "dim")), bool(argument(node, "keepdim", False)), kind
+    )
     return made if node.outs[0].dtype == torch.bool else _locked_version(made)
 
 
@@ -87,10 +100,22 @@ def _locked_version(made: Rule) -> Rule:
     return made
 
 
-@rule("aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default", "aten.prod.default", "aten.prod.dim_int",
-      "aten.median.dim", "aten.nanmedian.dim", "aten.kthvalue.default", "aten.mode.default")  # fmt: skip
+@rule(
+    "aten.max.dim",
+    "aten.min.dim",
+    "aten.argmax.default",
+    "aten.argmin.default",
+    "aten.prod.default",
+    "aten.prod.dim_int",
+    "aten.median.dim",
+    "aten.nanmedian.dim",
+    "aten.kthvalue.default",
+    "aten.mode.default",
+)
 def whole_reduction(node: Node) -> Rule:
-    return _reduction(node, reduced_dims(node, argument(node, "dim")), bool(argument(node, "keepdim", False)), None)
+    return _reduction(
+        node, reduced_dims(node, argument(node, "dim")), bool(argument(node, "keepdim", False)), None
+    )
 
 
 @rule("aten.linalg_vector_norm.default")
@@ -172,12 +197,24 @@ def softmax_backward(node: Node) -> Rule:
     return _along(node, {dim} if node.inputs[0].shape else set(), expansion)
 
 
-@rule("aten.cumsum.default", "aten.cumprod.default", "aten.logcumsumexp.default", "aten.sort.default", "aten.sort.stable",
-      "aten.argsort.default", "aten.cummax.default", "aten.cummin.default")  # fmt: skip
+@rule(
+    "aten.cumsum.default",
+    "aten.cumprod.default",
+    "aten.logcumsumexp.default",
+    "aten.sort.default",
+    "aten.sort.stable",
+    "aten.argsort.default",
+    "aten.cummax.default",
+    "aten.cummin.default",
+)
 def scan(node: Node) -> Rule:
     dim = argument(node, "dim", -1)
     shape = node.inputs[0].shape
-    return _along(node, {dim % len(shape)} if shape else set(), linear=_FIRST if node.target == "aten.cumsum.default" else ())
+    return _along(
+        node,
+        {dim % len(shape)} if shape else set(),
+        linear=_FIRST if node.target == "aten.cumsum.default" else (),
+    )
 
 
 @rule("aten.topk.default")
@@ -225,7 +262,7 @@ def _norm_factors(node: Node, num_normalized: int) -> tuple[Factors, Dims, Dims,
 
 @rule("aten.native_layer_norm.default")
 def layer_norm(node: Node) -> Rule:
-    x, shape, weight, bias, eps = node.args
+    _, shape, weight, bias, _ = node.args
     factors, full, lead, tail = _norm_factors(node, len(shape))
     stats = (*lead, *(() for _ in tail))
     stats = stats[: len(node.outs[1].shape)]
@@ -244,19 +281,24 @@ def layer_norm(node: Node) -> Rule:
 
     ins = [full] + [tail for v in (weight, bias) if v is not None]
     return Rule(
-        factors.sizes, ins, [full, stats, stats], expand=dict.fromkeys([f for d in tail for f in d], expansion)
+        factors.sizes,
+        ins,
+        [full, stats, stats],
+        expand=dict.fromkeys([f for d in tail for f in d], expansion),
     )
 
 
 @rule("aten.native_layer_norm_backward.default")
 def layer_norm_backward(node: Node) -> Rule:
-    grad, x, shape, mean, rstd, weight, bias, mask = node.args
+    _, _, shape, mean, _, weight, bias, mask = node.args
     factors, full, lead, tail = _norm_factors(node, len(shape))
     stats = (*lead, *(() for _ in tail))[: len(mean.shape)]
     dims, leads = list(range(len(lead), len(full))), list(range(len(lead)))
     count = math.prod(shape)
 
-    def expansion(grad: Any, x: Any, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any) -> Any:
+    def expansion(
+        grad: Any, x: Any, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
+    ) -> Any:
         dtypes = [value.dtype for value in (x, x if weight is None else weight, x if bias is None else bias)]
         grad, x, mean, rstd = accurate(grad), accurate(x), accurate(mean), accurate(rstd)
         hat = (x - mean) * rstd
@@ -272,14 +314,18 @@ def layer_norm_backward(node: Node) -> Rule:
     ins = [full, full, stats, stats] + [tail for v in (weight, bias) if v is not None]
     outs = [full if mask[0] else (), tail if mask[1] else (), tail if mask[2] else ()]
     return Rule(
-        factors.sizes, ins, outs, reduce=dict.fromkeys([f for d in lead for f in d], "sum"),
-        local=lambda placed: ("local.layer_norm_backward", placed.node.args, placed.node.kwargs), expand=dict.fromkeys([f for d in tail for f in d], expansion),
-    )  # fmt: skip
+        factors.sizes,
+        ins,
+        outs,
+        reduce=dict.fromkeys([f for d in lead for f in d], "sum"),
+        local=lambda placed: ("local.layer_norm_backward", placed.node.args, placed.node.kwargs),
+        expand=dict.fromkeys([f for d in tail for f in d], expansion),
+    )
 
 
 @rule("aten._fused_rms_norm.default")
 def rms_norm(node: Node) -> Rule:
-    x, shape, weight, eps = node.args
+    _, shape, weight, _ = node.args
     factors, full, lead, tail = _norm_factors(node, len(shape))
     stats = (*lead, *(() for _ in tail))[: len(node.outs[1].shape)]
     dims = list(range(len(lead), len(full)))
@@ -294,12 +340,14 @@ def rms_norm(node: Node) -> Rule:
         return out.to(node.outs[0].dtype), rstd.to(node.outs[1].dtype)
 
     ins = [full] + [tail for v in (weight,) if v is not None]
-    return Rule(factors.sizes, ins, [full, stats], expand=dict.fromkeys([f for d in tail for f in d], expansion))
+    return Rule(
+        factors.sizes, ins, [full, stats], expand=dict.fromkeys([f for d in tail for f in d], expansion)
+    )
 
 
 @rule("aten._fused_rms_norm_backward.default")
 def rms_norm_backward(node: Node) -> Rule:
-    grad, x, shape, rstd, weight, mask = node.args
+    _, _, shape, rstd, weight, mask = node.args
     factors, full, lead, tail = _norm_factors(node, len(shape))
     stats = (*lead, *(() for _ in tail))[: len(rstd.shape)]
     ins = [full, full, stats] + [tail for v in (weight,) if v is not None]
@@ -318,9 +366,12 @@ def rms_norm_backward(node: Node) -> Rule:
         return (dx if mask[0] else zero).to(dtypes[0]), (dw if mask[1] else zero).to(dtypes[1])
 
     return Rule(
-        factors.sizes, ins, outs, reduce=dict.fromkeys([f for d in lead for f in d], "sum"),
+        factors.sizes,
+        ins,
+        outs,
+        reduce=dict.fromkeys([f for d in lead for f in d], "sum"),
         expand=dict.fromkeys([f for d in tail for f in d], expansion),
-    )  # fmt: skip
+    )
 
 
 @rule("aten.native_group_norm.default")
@@ -334,8 +385,19 @@ def group_norm(node: Node) -> Rule:
     ins = [full] + [((group, channel),) for v in (weight, bias) if v is not None]
 
     def local(placed: Placed) -> LocalCall:
-        args = (x, weight, bias, LocalSize(placed.ins[0], 0), LocalSize(placed.ins[0], 1), space, LocalSize(placed.outs[1], 1), eps)
+        args = (
+            x,
+            weight,
+            bias,
+            LocalSize(placed.ins[0], 0),
+            LocalSize(placed.ins[0], 1),
+            space,
+            LocalSize(placed.outs[1], 1),
+            eps,
+        )
         return local_or_empty(placed, args)
 
     locked = {channel} | {f for (f,) in rest}
-    return Rule(factors.sizes, ins, [full, ((batch,), (group,)), ((batch,), (group,))], locked=locked, local=local)
+    return Rule(
+        factors.sizes, ins, [full, ((batch,), (group,)), ((batch,), (group,))], locked=locked, local=local
+    )

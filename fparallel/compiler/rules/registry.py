@@ -1,8 +1,8 @@
 """Op rules: for every op, how the dims of its operands and results are made of shared factors.
 
-A rule for `mm` reads "m k, k n -> m n": a factor that is missing on the right is reduced, so sharding it leaves an
-unreduced result; factors named in `replicate` must be whole; `linear` says through which operands unreduced sums may
-pass. A rule is made per node, because the factors have the node's sizes.
+A rule for `mm` reads "m k, k n -> m n": a factor that is missing on the right is reduced, so sharding it leaves
+an unreduced result; factors named in `replicate` must be whole; `linear` says through which operands unreduced
+sums may pass. A rule is made per node, because the factors have the node's sizes.
 """
 
 from __future__ import annotations
@@ -58,21 +58,23 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
 
 
 def local_or_empty(
-    placed: Placed, args: tuple[Any, ...] | None = None, reduce: str = "sum"
+    placed: Placed, args: tuple[Any, ...] | None = None, *, reduce: str = "sum", dense: bool = False
 ) -> LocalCall:
-    """The op itself; where uneven shards may leave a rank without any input, what does not change its `reduce`."""
+    """The op itself, but where uneven shards leave a rank without any input: what does not change its `reduce`.
+
+    `dense`: for kernels that read operands as if they were contiguous, which parts of larger tensors are not.
+    """
     node = placed.node
     args = node.args if args is None else args
-    if all(layout.is_even for layout in placed.ins) or any(0 in layout.shape for layout in placed.ins):
+    uneven = [value for value, layout in zip(node.inputs, placed.ins, strict=True) if not layout.is_even]
+    if any(0 in layout.shape for layout in placed.ins):
+        uneven = []
+    if not uneven and not dense:
         return node.target, args, node.kwargs
     shapes = [LocalShape(layout) for layout in placed.outs]
     dtypes = [out.dtype for out in node.outs]
-    uneven = [value for value, layout in zip(node.inputs, placed.ins, strict=True) if not layout.is_even]
-    return (
-        "local.or_empty",
-        (node.target, list(args), sorted(node.kwargs.items()), uneven, shapes, dtypes, reduce),
-        {},
-    )
+    call = (node.target, list(args), sorted(node.kwargs.items()), uneven, shapes, dtypes, reduce)
+    return "local.dense" if dense else "local.or_empty", call, {}
 
 
 @dataclass
@@ -148,11 +150,11 @@ def find_rule(node: Node) -> Rule | None:
     maker = _RULES.get(node.target)
     if maker is not None:
         return maker(node)
-    if isinstance(node.op, torch._ops.OpOverload) and torch.Tag.pointwise in node.op.tags:
-        if torch.Tag.nondeterministic_seeded not in node.op.tags:
-            from fparallel.compiler.rules.pointwise import pointwise
+    tags = node.op.tags if isinstance(node.op, torch._ops.OpOverload) else ()
+    if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+        from fparallel.compiler.rules.pointwise import pointwise
 
-            return pointwise(node)
+        return pointwise(node)
     return None
 
 
@@ -201,16 +203,22 @@ def register_rule(
             )
     unlocked = names - given - set(whole)
     if unlocked:
-        raise RuleError(f"{rule_text!r}: {', '.join(sorted(unlocked))} is a factor of a result alone",
-                        fix=f"say that it is made whole: replicate={' '.join(sorted(unlocked))!r}")  # fmt: skip
+        raise RuleError(
+            f"{rule_text!r}: {', '.join(sorted(unlocked))} is a factor of a result alone",
+            fix=f"say that it is made whole: replicate={' '.join(sorted(unlocked))!r}",
+        )
 
     def make(node: Node) -> Rule:
         ids: dict[str, int] = {}
         factors = Factors()
         values = [*zip(node.inputs, ins, strict=False), *zip(node.outs, outs, strict=False)]
         if len(node.inputs) != len(ins) or len(node.outs) != len(outs):
-            raise RuleError(f"the rule {rule_text!r} is for {len(ins)} operands and {len(outs)} results; {target} has "
-                            f"{len(node.inputs)} and {len(node.outs)}", fix="mend the rule", where=node.source)  # fmt: skip
+            raise RuleError(
+                f"the rule {rule_text!r} is for {len(ins)} operands and {len(outs)} results; {target} has "
+                f"{len(node.inputs)} and {len(node.outs)}",
+                fix="mend the rule",
+                where=node.source,
+            )
         known: dict[str, int] = {}
         for value, operand in values:
             if len(value.shape) != len(operand):
@@ -243,11 +251,14 @@ def register_rule(
 
         result_names = {name for operand in outs for dim in operand for name in dim}
         return Rule(
-            factors.sizes, [dims(o) for o in ins], [dims(o) for o in outs],
+            factors.sizes,
+            [dims(o) for o in ins],
+            [dims(o) for o in outs],
             reduce={ids[name]: reduce for name in known if name not in result_names},
-            locked={ids[name] for name in whole}, linear=[frozenset([i]) for i in linear],
+            locked={ids[name] for name in whole},
+            linear=[frozenset([i]) for i in linear],
             local=lambda placed: local_or_empty(placed, reduce=reduce),
-        )  # fmt: skip
+        )
 
     _RULES[target] = make
 

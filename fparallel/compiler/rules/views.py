@@ -16,7 +16,9 @@ from fparallel.schedule.segment import LocalShape
 _LINEAR = [frozenset((0,))]
 
 
-def regroup_factors(src: tuple[int, ...], dst: tuple[int, ...], factors: Factors) -> tuple[Dims, Dims, set[int]]:
+def regroup_factors(
+    src: tuple[int, ...], dst: tuple[int, ...], factors: Factors
+) -> tuple[Dims, Dims, set[int]]:
     """Common factors of two shapes of equal numel: (dims of src, dims of dst, factors that must be whole)."""
     locked: set[int] = set()
     src_dims: list[tuple[int, ...]] = [()] * len(src)
@@ -45,9 +47,15 @@ def regroup_factors(src: tuple[int, ...], dst: tuple[int, ...], factors: Factors
 
 
 def _group(
-    src: tuple[int, ...], dst: tuple[int, ...], src_range: range, dst_range: range,
-    src_dims: list[tuple[int, ...]], dst_dims: list[tuple[int, ...]], factors: Factors, locked: set[int],
-) -> None:  # fmt: skip
+    src: tuple[int, ...],
+    dst: tuple[int, ...],
+    src_range: range,
+    dst_range: range,
+    src_dims: list[tuple[int, ...]],
+    dst_dims: list[tuple[int, ...]],
+    factors: Factors,
+    locked: set[int],
+) -> None:
     from fparallel.layout import common_refinement
 
     a, b = [src[i] for i in src_range], [dst[j] for j in dst_range]
@@ -74,7 +82,9 @@ def _group(
 def view(node: Node) -> Rule:
     factors = Factors()
     src, dst, locked = regroup_factors(node.inputs[0].shape, node.outs[0].shape, factors)
-    return Rule(factors.sizes, [src], [dst], locked=locked, linear=_LINEAR, passes_any=True, local=_reshape, view=True)
+    return Rule(
+        factors.sizes, [src], [dst], locked=locked, linear=_LINEAR, passes_any=True, local=_reshape, view=True
+    )
 
 
 def _reshape(placed: Placed) -> LocalCall:
@@ -130,7 +140,9 @@ def _expand(placed: Placed) -> LocalCall:
     return "aten.expand.default", (placed.node.inputs[0], LocalShape(placed.outs[0])), {}
 
 
-def _dim_locked(node: Node, dims: set[int], *, view: bool = True, linear: bool = True, passes_any: bool = True) -> Rule:
+def _dim_locked(
+    node: Node, dims: set[int], *, view: bool = True, linear: bool = True, passes_any: bool = True
+) -> Rule:
     """Same dims in and out but for `dims`, which must be whole and may change size."""
     factors = Factors()
     src = factors.dims(node.inputs[0].shape)
@@ -143,9 +155,14 @@ def _dim_locked(node: Node, dims: set[int], *, view: bool = True, linear: bool =
         else:
             out.append(src[d])
     return Rule(
-        factors.sizes, [src], [tuple(out)] * len(node.outs), locked=locked,
-        linear=_LINEAR if linear else (), passes_any=passes_any, view=view,
-    )  # fmt: skip
+        factors.sizes,
+        [src],
+        [tuple(out)] * len(node.outs),
+        locked=locked,
+        linear=_LINEAR if linear else (),
+        passes_any=passes_any,
+        view=view,
+    )
 
 
 @rule("aten.slice.Tensor")
@@ -171,7 +188,9 @@ def select(node: Node) -> Rule:
     return Rule(factors.sizes, [src], [out], locked={src[dim][0]}, linear=_LINEAR, passes_any=True, view=True)
 
 
-@rule("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.tensor_split.sections")
+@rule(
+    "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.tensor_split.sections"
+)
 def split(node: Node) -> Rule:
     factors = Factors()
     shape = node.inputs[0].shape
@@ -192,7 +211,15 @@ def unbind(node: Node) -> Rule:
     src = factors.dims(node.inputs[0].shape)
     dim = (node.args[1] if len(node.args) > 1 else 0) % len(src)
     out = tuple(d for i, d in enumerate(src) if i != dim)
-    return Rule(factors.sizes, [src], [out] * len(node.outs), locked={src[dim][0]}, linear=_LINEAR, passes_any=True, view=True)
+    return Rule(
+        factors.sizes,
+        [src],
+        [out] * len(node.outs),
+        locked={src[dim][0]},
+        linear=_LINEAR,
+        passes_any=True,
+        view=True,
+    )
 
 
 @rule("aten.cat.default")
@@ -253,7 +280,7 @@ def constant_pad(node: Node) -> Rule:
 
 @rule("aten.slice_backward.default")
 def slice_backward(node: Node) -> Rule:
-    grad, shape, dim, start, end, step = node.args
+    _, shape, dim, start, end, step = node.args
     return _resized(node, {dim % len(shape)}, (start, end, step), dim)
 
 
@@ -318,13 +345,20 @@ def diagonal_backward(node: Node) -> Rule:
     return Rule(factors.sizes, [src], [out], locked=locked, linear=_LINEAR, local=local)
 
 
-def _diagonal(node: Node, shape: tuple[int, ...], diagonal: tuple[int, ...]) -> tuple[Factors, Dims, Dims, set[int]]:
+def _diagonal(
+    node: Node, shape: tuple[int, ...], diagonal: tuple[int, ...]
+) -> tuple[Factors, Dims, Dims, set[int]]:
     """Factors of a tensor and of its diagonal over two dims, which are whole."""
     a, b = argument(node, "dim1") % len(shape), argument(node, "dim2") % len(shape)
     factors = Factors()
     full = factors.dims(shape)
     tail = factors.new(diagonal[-1])
-    return factors, full, (*(d for i, d in enumerate(full) if i not in (a, b)), (tail,)), {full[a][0], full[b][0], tail}
+    return (
+        factors,
+        full,
+        (*(d for i, d in enumerate(full) if i not in (a, b)), (tail,)),
+        {full[a][0], full[b][0], tail},
+    )
 
 
 @rule("aten.triu.default", "aten.tril.default")
@@ -336,7 +370,9 @@ def triangle(node: Node) -> Rule:
     def expansion(x: Any, diagonal: int = 0) -> Any:
         rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(1) + diagonal
         columns = torch.arange(x.shape[-1], device=x.device).unsqueeze(0)
-        return torch.where(columns >= rows if upper else columns <= rows, x, torch.zeros((), dtype=x.dtype, device=x.device))
+        return torch.where(
+            columns >= rows if upper else columns <= rows, x, torch.zeros((), dtype=x.dtype, device=x.device)
+        )
 
     made = _dim_locked_same(node, {len(shape) - 1, len(shape) - 2})
     made.expand, made.locked = dict.fromkeys(made.locked, expansion), set()
@@ -352,12 +388,19 @@ def trace(node: Node) -> Rule:
         columns = torch.arange(shape[1], device=x.device).unsqueeze(0)
         return torch.where(rows == columns, x, torch.zeros((), dtype=x.dtype, device=x.device)).sum()
 
-    return Rule(list(shape), [((0,), (1,))], [()], reduce={0: "sum", 1: "sum"}, expand={0: expansion, 1: expansion}, linear=_LINEAR)
+    return Rule(
+        list(shape),
+        [((0,), (1,))],
+        [()],
+        reduce={0: "sum", 1: "sum"},
+        expand={0: expansion, 1: expansion},
+        linear=_LINEAR,
+    )
 
 
 @rule("aten.as_strided.default")
 def as_strided(node: Node) -> Rule:
-    """Only of an argument, whole: the strides of other values are those of one device, not of the parts of a step."""
+    """Only of an argument, whole: other values have other strides in parts than on one device."""
     x, size, stride = node.args[:3]
     if x.node is not None:
         raise RuleError(
