@@ -58,8 +58,10 @@ def bind(
     Raises:
       ExecutionError: an op of the segment does not exist here.
     """
-    code = _Code(segment, segments, coords, tuple(inplace), fused=compile == "inductor")
-    key = (code.text, tuple(code.constants.values()), compile, code.shapes(coords) if code.fused else ())
+    if any(op.target.startswith("map.") for op in segment.ops):
+        compile = "eager"  # leaf by leaf it is one pass over memory already, and would compile for each leaf
+    code = _Code(segment, segments, coords, tuple(inplace))
+    key = (code.text, tuple(code.constants.values()), compile, code.shapes() if compile == "inductor" else ())
     bound = _FUNCTIONS.get(key)
     if bound is None:
         bound = code.function()
@@ -198,21 +200,19 @@ class _Code:
         segments: Mapping[str, Segment],
         coords: Coords,
         inplace: tuple[tuple[int, int], ...],
-        *,
-        fused: bool,
     ) -> None:
-        self.segment, self.segments, self.coords, self.inplace, self.fused = (
-            segment,
-            segments,
-            coords,
-            inplace,
-            fused,
-        )
+        self.segment, self.segments, self.coords, self.inplace = segment, segments, coords, inplace
         self.names = Names({})
         self.done: set[tuple[int, int]] = set()  # the pairs of `inplace` that a map op writes itself
+        self.readers: dict[int, list[int]] = {}  # of every value, the ops that read it
+        for at, op in enumerate(segment.ops):
+            for ref in refs_of(list(op.args)):
+                self.readers.setdefault(ref.index, []).append(at)
+        self.pairs: dict[int, list[tuple[int, int]]] = {}  # of every value that is a result in place
         last = last_uses(segment)
-        for _, into in self.inplace:
+        for out, into in self.inplace:
             last.pop(into, None)
+            self.pairs.setdefault(segment.results[out], []).append((out, into))
         lines = []
         for at, op in enumerate(segment.ops):
             line = self.line(op, at)
@@ -249,28 +249,21 @@ class _Code:
         from fparallel.runtime.blocked import blocked
 
         body = self.segments[op.target.removeprefix("map.")]
-        if self.fused:
-            return bind(body, self.segments, self.coords)
-        pairs = []
-        for out, into in self.inplace:
-            made, args = self.segment.results[out], [a.index for a in op.args]
-            if made in op.outs and into in args and self.only_in_maps(into, at):
-                pairs.append((op.outs.index(made), args.index(into)))
-                self.done.add((out, into))
+        args, pairs = [a.index for a in op.args], []
+        for position, made in enumerate(op.outs):
+            for out, into in self.pairs.get(-1 if made is None else made, ()):
+                if into in args and self.only_in_maps(into, at):
+                    pairs.append((position, args.index(into)))
+                    self.done.add((out, into))
         return blocked(body, self.segments, self.coords, tuple(pairs))
 
     def only_in_maps(self, value: int, at: int) -> bool:
         """Whether the op at `at` is the last to read `value`, and only maps, which make no views, ever do."""
-        uses = [
-            (i, op.target.startswith("map."))
-            for i, op in enumerate(self.segment.ops)
-            for ref in refs_of(list(op.args))
-            if ref.index == value
-        ]
-        return bool(uses) and all(is_map for _, is_map in uses) and max(i for i, _ in uses) == at
+        uses = self.readers.get(value, [])
+        return uses[-1:] == [at] and all(self.segment.ops[use].target.startswith("map.") for use in uses)
 
-    def shapes(self, coords: Coords) -> tuple[Any, ...]:
-        return tuple((dtype, layout.local_shape(coords)) for dtype, layout in self.segment.inputs)
+    def shapes(self) -> tuple[Any, ...]:
+        return tuple((dtype, layout.local_shape(self.coords)) for dtype, layout in self.segment.inputs)
 
     def function(self) -> Bound:
         return compile_text(
