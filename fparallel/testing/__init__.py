@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fparallel.testing.cases import Block, Case
+from fparallel.testing.descriptions import Block, Case
 from fparallel.testing.equivalence import (
     Difference,
     EquivalenceError,

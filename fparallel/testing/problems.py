@@ -13,9 +13,9 @@ from torch import Tensor
 from fparallel import optim, random, tree
 from fparallel.mesh import make_mesh
 from fparallel.sharding import Rules
-from fparallel.testing.cases import Block, Case
+from fparallel.testing.descriptions import Block, Case
 from fparallel.testing.equivalence import assert_equivalent
-from fparallel.testing.models import (
+from fparallel.testing.small_models import (
     Draw,
     Model,
     init_block,

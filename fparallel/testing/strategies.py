@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fparallel.mesh import Mesh, make_mesh
 from fparallel.sharding import Rules
-from fparallel.testing.cases import EXTRAS, KINDS, Block, Case
+from fparallel.testing.descriptions import EXTRAS, KINDS, Block, Case
 
 AXES = ("dp", "tp", "sp", "x", "replica", "data_parallel")
 EXACT_KINDS = ("relu", "mixer")

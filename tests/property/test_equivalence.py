@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 import fparallel as fp
-from fparallel.testing.cases import EXTRAS, LOSSES, OPTIMIZERS
+from fparallel.testing.descriptions import EXTRAS, LOSSES, OPTIMIZERS
 
 # Each theme draws from all meshes, rules, ZeRO stages and sizes, and leans on one kind of trouble.
 THEMES = {

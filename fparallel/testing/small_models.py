@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fparallel import random, tree
-from fparallel.testing.cases import Block, Case
+from fparallel.testing.descriptions import Block, Case
 from fparallel.transforms import block, grad, with_sharding_constraint
 
 # ---------------------------------------------------------------- parameters
