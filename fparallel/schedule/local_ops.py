@@ -14,7 +14,7 @@ def reshape(x: Tensor, shape: list[int]) -> Tensor:
 
 
 def narrow(x: Tensor, how: tuple[list[int], list[tuple[int, int, int]], list[int]]) -> Tensor:
-    """The part of a replicated (or less sharded) tensor that a more sharded layout holds; a view where possible."""
+    """The part of a (less sharded) tensor that a more sharded layout holds; a view where possible."""
     sizes, cuts, shape = how
     if not cuts:
         return x
@@ -37,7 +37,7 @@ def own(x: Tensor) -> Tensor:
 def layer_norm_backward(
     grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, *rest: Any
 ) -> Any:
-    """ATen's kernel on CPUs reads mean and rstd as if they were contiguous; cut from larger ones they are not."""
+    """ATen's kernel on CPUs reads mean and rstd as contiguous; cut from larger ones they are not."""
     call = torch.ops.aten.native_layer_norm_backward.default
     return call(grad, x, shape, mean.contiguous(), rstd.contiguous(), *rest)
 
@@ -117,7 +117,7 @@ def _count(runs: Axis) -> int:
 def _local_indices(
     x: Tensor, indices: list[Tensor | None], sizes: list[int], runs: list[list[Axis] | None], lead: int
 ) -> tuple[list[Tensor | None], Tensor | None, list[int]]:
-    """Indices that are local along sharded dims, a mask of what lies here (None: all), and the shape of x[indices]."""
+    """Indices local along sharded dims, a mask of what lies here (None: all), and the shape of x[indices]."""
     made: list[Tensor | None] = []
     held: Tensor | None = None
     for index, size, axis in zip(indices, sizes, runs, strict=True):
@@ -225,9 +225,14 @@ def random(
 
 
 def or_empty(
-    target: str, args: list, kwargs: list[tuple[str, object]], operands: list[Tensor], shapes: list[list[int]],
-    dtypes: list[torch.dtype], reduce: str,
-) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    target: str,
+    args: list,
+    kwargs: list[tuple[str, object]],
+    operands: list[Tensor],
+    shapes: list[list[int]],
+    dtypes: list[torch.dtype],
+    reduce: str,
+) -> Tensor | tuple[Tensor, ...]:
     """An operator, or what leaves `reduce` unchanged where this rank holds nothing of one of `operands`.
 
     Few kernels take empty batches.

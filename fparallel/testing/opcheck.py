@@ -67,6 +67,10 @@ class Placement:
     verdict: str
     detail: str = ""
 
+    @property
+    def place(self) -> tuple[int, str, int]:
+        return self.sample, self.path, self.dim
+
     def __str__(self) -> str:
         return (
             f"sample {self.sample} {self.path}{list(self.shape)} dim {self.dim}: {self.verdict} {self.detail}"
@@ -101,7 +105,7 @@ class OpResult:
                 (p.path, p.dim)
                 for p in self.placements
                 if p.sample == sample and p.dim >= 0
-                and all(q.verdict == "sharded" for q in self.placements if (q.sample, q.path, q.dim) == (sample, p.path, p.dim))
+                and all(q.verdict == "sharded" for q in self.placements if q.place == p.place)
             }  # fmt: skip
             for p in self.placements:
                 if p.sample == sample and p.dim >= 0:
@@ -243,8 +247,8 @@ def _failure(error: BaseException) -> tuple[str, str]:
         text = str(error)
         clear = "\nFix: " in text and not error.message.startswith("internal")
         return ("refused" if clear else "WRONG"), error.message.splitlines()[0]
-    text = str(error).strip().splitlines()
-    return "WRONG", f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+    lines = str(error).strip().splitlines()
+    return "WRONG", f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def check_case(
@@ -303,6 +307,10 @@ def _check(
     return ("replicated" if gathers or i < 0 else "sharded"), ""
 
 
+def _aval(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def compare(outs: Sequence[Tensor], expected: Sequence[Any], tolerance: float) -> str:
     """What differs, or nothing; with an infinite tolerance only shapes and dtypes count."""
     if len(outs) != len(expected):
@@ -311,13 +319,14 @@ def compare(outs: Sequence[Tensor], expected: Sequence[Any], tolerance: float) -
         if isinstance(want, (bool, int, float)):
             want = torch.tensor(want, dtype=out.dtype)
         if not isinstance(want, Tensor) or out.shape != want.shape or out.dtype != want.dtype:
-            return f"output {i} is {out.dtype}{list(out.shape)} instead of {getattr(want, 'dtype', type(want))}{list(getattr(want, 'shape', ()))}"
+            return f"output {i} is {_aval(out)} instead of {_aval(want)}"
         if tolerance == float("inf") or torch.equal(out, want):
             continue
         if not torch.allclose(out, want, rtol=tolerance, atol=tolerance, equal_nan=True):
             same = torch.isclose(out, want, rtol=tolerance, atol=tolerance, equal_nan=True)
             at = int((~same).reshape(-1).nonzero()[0])
-            return f"output {i} differs in {int((~same).sum())} of {want.numel()}: {out.reshape(-1)[at]} instead of {want.reshape(-1)[at]}"
+            count = f"{int((~same).sum())} of {want.numel()}"
+            return f"output {i} differs in {count}: {out.reshape(-1)[at]} instead of {want.reshape(-1)[at]}"
     return ""
 
 
@@ -390,10 +399,11 @@ def markdown(results: Sequence[OpResult]) -> str:
     """The table of docs/ops.md."""
     lines = [
         "# Ops", "",
-        "What the compiler does with the entries of torch's op_db when one dim of one input is sharded: every",
-        "verdict is the result of comparing with the unsharded op in float64 (`make opcheck` writes this file).", "",
-        "*sharded*: at least one dim (marked `*`) is worked on where it lies, with no gather. *replicated*: it",
-        "works, by gathering. *refused*: an error says what to do instead.", "",
+        "What the compiler does with the entries of torch's op_db when one dim of one input is sharded.",
+        "Every verdict comes from a comparison with the unsharded op in float64; `make opcheck` writes this.", "",
+        "*sharded*: at least one dim (marked `*`) is worked on where it lies, with no gather.",
+        "*replicated*: it works, by gathering, or has no tensor to shard.",
+        "*refused*: an error says what to do instead. *no sample*: the op takes none on this machine.", "",
         f"{summary(results)}.", "",
         "| op | verdict | dims that shard | refused because |", "|---|---|---|---|",
     ]  # fmt: skip

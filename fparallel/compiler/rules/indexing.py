@@ -127,18 +127,19 @@ def scatter(node: Node) -> Rule:
     factors = Factors()
     out = factors.dims(shape)
     if any(len(value.shape) != len(shape) for value in rest) or not shape:  # an empty index may have any rank
-        ins = [tuple((factors.new(size),) for size in value.shape) for value in rest]
-        return Rule(factors.sizes, [out, *ins], [out], locked=set(range(len(factors.sizes))))
+        own = [tuple((factors.new(size),) for size in value.shape) for value in rest]
+        return Rule(factors.sizes, [out, *own], [out], locked=set(range(len(factors.sizes))))
     dim %= len(shape)
     adds = node.target == "aten.scatter_add.default"
     locked = set() if adds else {out[dim][0]}
     for value in rest:
         locked |= {out[d][0] for d, size in enumerate(value.shape) if size != shape[d] and d != dim}
-    ins = [out]
+    ins: list[Dims] = [out]
     for value in rest:
         agree = [size == shape[d] and d != dim for d, size in enumerate(value.shape)]
-        ins.append(tuple(out[d] if agree[d] else (factors.new(size),) for d, size in enumerate(value.shape)))
-        locked |= {f for dims in ins[-1] for f in dims if f >= len(shape)}
+        dims: Dims = tuple(out[d] if agree[d] else (factors.new(size),) for d, size in enumerate(value.shape))
+        ins.append(dims)
+        locked |= {f for own_dim in dims for f in own_dim if f >= len(shape)}
 
     def local(placed: Placed) -> LocalCall:
         if not adds or not placed.axes[out[dim][0]]:
@@ -186,10 +187,10 @@ def index_select(node: Node) -> Rule:
 
 
 class _Indexed:
-    """The factors of x[indices]: index tensors broadcast to common dims that stand where the first of them stood.
+    """The factors of x[indices]: index tensors broadcast to common dims, which stand where the first stood.
 
-    Along an indexed dim that is sharded every rank picks what it holds, an unreduced sum. An index that counts
-    along the whole of its dim (`logits[arange(T), y]`) is the same factor in source and result.
+    Along an indexed dim that is sharded every rank picks what it holds, an unreduced sum. An index that
+    counts along the whole of its dim (`logits[arange(T), y]`) is the same factor in source and result.
     """
 
     def __init__(self, x: Value, indices: list[Value | None]) -> None:

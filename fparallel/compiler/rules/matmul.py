@@ -125,7 +125,7 @@ class _Convolution:
 
 @rule("aten.convolution.default")
 def convolution(node: Node) -> Rule:
-    """Shards over the batch and, without groups, over channels: of the result freely, of the input as a sum."""
+    """Shards over the batch and, without groups, channels: of the result freely, of the input as a sum."""
     x, weight, bias = node.args[:3]
     c = _Convolution(x, weight, node.outs[0], transposed=node.args[6], groups=node.args[8])
 

@@ -1,8 +1,8 @@
 """Op rules: for every op, how the dims of its operands and results are made of shared factors.
 
-A rule for `mm` reads "m k, k n -> m n": a factor that is missing on the right is reduced, so sharding it leaves
-an unreduced result; factors named in `replicate` must be whole; `linear` says through which operands unreduced
-sums may pass. A rule is made per node, because the factors have the node's sizes.
+A rule for `mm` reads "m k, k n -> m n": a factor that is missing on the right is reduced, so sharding it
+leaves an unreduced result; factors named in `replicate` must be whole; `linear` says through which operands
+unreduced sums may pass. A rule is made per node, because the factors have the node's sizes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
 def local_or_empty(
     placed: Placed, args: tuple[Any, ...] | None = None, *, reduce: str = "sum", dense: bool = False
 ) -> LocalCall:
-    """The op itself, but where uneven shards leave a rank without any input: what does not change its `reduce`.
+    """The op itself; where uneven shards leave a rank without any input, what does not change its `reduce`.
 
     `dense`: for kernels that read operands as if they were contiguous, which parts of larger tensors are not.
     """
@@ -83,12 +83,12 @@ class Rule:
 
     Attributes:
       sizes: the size of each factor.
-      ins, outs: per tensor operand (result) and dim, its factors, major first. A dim without factors is whole.
+      ins, outs: per tensor operand (result) and dim, its factors, major first; a dim without any is whole.
       reduce: what unreduced value the result is when a factor that it lacks is sharded ("sum", "max", "min").
       locked: factors that must be whole.
       linear: sets of operands that may be unreduced sums together, giving an unreduced result.
       passes_any: whether also unreduced maxima and minima pass (views).
-      expand: for a factor, an equivalent function of the node's arguments made of simpler ops, used when it is sharded.
+      expand: for a factor, an equivalent function of the node's arguments, used when the factor is sharded.
       local: makes the local call.
       view: whether the result may alias the first operand.
       flops: of the whole op.
@@ -97,8 +97,8 @@ class Rule:
     """
 
     sizes: list[int]
-    ins: list[Dims]
-    outs: list[Dims]
+    ins: Sequence[Dims]
+    outs: Sequence[Dims]
     reduce: dict[int, str] = field(default_factory=dict)
     locked: set[int] = field(default_factory=set)
     linear: Sequence[frozenset[int]] = ()
@@ -168,8 +168,8 @@ def register_rule(
 
     Args:
       op: an operator such as `torch.ops.mylib.op.default`, or its name "mylib.op.default".
-      rule_text: factors per dim, e.g. "b m k, k n -> b m n"; parentheses make a dim of several factors. Operands are
-        the op's tensor arguments in order. A factor missing on the right is reduced.
+      rule_text: factors per dim, e.g. "b m k, k n -> b m n"; parentheses make a dim of several
+        factors. Operands are the op's tensor arguments in order. A factor missing on the right is reduced.
       replicate: factors (separated by spaces) that must be whole.
       linear: tensor operands through which an unreduced sum may pass.
       reduce: the reduction over missing factors: "sum", "max" or "min".

@@ -78,7 +78,16 @@ def _group(
             dims[i] = tuple(mine)
 
 
-@rule("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_alias.default")
+@rule(
+    "aten.view.default",
+    "aten._unsafe_view.default",
+    "aten.reshape.default",
+    "aten._reshape_alias.default",
+    "aten.unsqueeze.default",
+    "aten.squeeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+)
 def view(node: Node) -> Rule:
     factors = Factors()
     src, dst, locked = regroup_factors(node.inputs[0].shape, node.outs[0].shape, factors)
@@ -120,11 +129,6 @@ def permute(node: Node) -> Rule:
     return _permuted(node, [d % num for d in node.args[1]])
 
 
-@rule("aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
-def squeeze(node: Node) -> Rule:
-    return view(node)
-
-
 @rule("aten.expand.default", "aten.expand_copy.default")
 def expand(node: Node) -> Rule:
     """New and broadcast dims are factors of the result alone."""
@@ -147,7 +151,7 @@ def _dim_locked(
     factors = Factors()
     src = factors.dims(node.inputs[0].shape)
     locked = {src[d][0] for d in dims}
-    out = []
+    out: list[tuple[int, ...]] = []
     for d, size in enumerate(node.outs[0].shape):
         if d in dims:
             out.append((factors.new(size),))
@@ -227,7 +231,8 @@ def cat(node: Node) -> Rule:
     factors = Factors()
     out = list(factors.dims(node.outs[0].shape))
     dim = (node.args[1] if len(node.args) > 1 else 0) % len(out)
-    locked, ins = {out[dim][0]}, []
+    locked = {out[dim][0]}
+    ins: list[Dims] = []
     for value in node.inputs:
         if len(value.shape) != len(out):  # torch lets an empty 1-d tensor join anything
             ins.append(tuple((factors.new(s),) for s in value.shape))
