@@ -2,7 +2,13 @@
 
 from fparallel import optim, random, testing, tree
 from fparallel.api import Compiled, Jitted, Lowered, Traced, eval_shape, jit
-from fparallel.array import Array, ShapeDtypeStruct, device_get, device_put, make_array_from_process_local_data
+from fparallel.array import (
+    Array,
+    ShapeDtypeStruct,
+    device_get,
+    device_put,
+    make_array_from_process_local_data,
+)
 from fparallel.compiler.rules import register_rule
 from fparallel.errors import FparallelError, FparallelWarning
 from fparallel.layout import Layout
@@ -10,13 +16,54 @@ from fparallel.mesh import Mesh, make_mesh
 from fparallel.process import process_count, process_index
 from fparallel.schedule import Schedule
 from fparallel.sharding import NamedSharding, P, PartitionSpec, Rules
-from fparallel.transforms import Mean, block, grad, map_leaves, sum_squares, value_and_grad, with_sharding_constraint
+from fparallel.transforms import (
+    Mean,
+    block,
+    grad,
+    map_leaves,
+    sum_squares,
+    value_and_grad,
+    with_sharding_constraint,
+)
 from fparallel.tree import TrainState, dataclass, static
 
 __all__ = [
-    "Array", "Compiled", "FparallelError", "FparallelWarning", "Jitted", "Layout", "Lowered", "Mean", "Mesh",
-    "NamedSharding", "P", "PartitionSpec", "Rules", "Schedule", "ShapeDtypeStruct", "Traced", "TrainState", "block",
-    "dataclass", "device_get", "device_put", "eval_shape", "grad", "jit", "make_array_from_process_local_data", "make_mesh",
-    "map_leaves", "optim", "process_count", "process_index", "random", "register_rule", "static", "sum_squares", "testing", "tree",
-    "value_and_grad", "with_sharding_constraint",
-]  # fmt: skip
+    "Array",
+    "Compiled",
+    "FparallelError",
+    "FparallelWarning",
+    "Jitted",
+    "Layout",
+    "Lowered",
+    "Mean",
+    "Mesh",
+    "NamedSharding",
+    "P",
+    "PartitionSpec",
+    "Rules",
+    "Schedule",
+    "ShapeDtypeStruct",
+    "Traced",
+    "TrainState",
+    "block",
+    "dataclass",
+    "device_get",
+    "device_put",
+    "eval_shape",
+    "grad",
+    "jit",
+    "make_array_from_process_local_data",
+    "make_mesh",
+    "map_leaves",
+    "optim",
+    "process_count",
+    "process_index",
+    "random",
+    "register_rule",
+    "static",
+    "sum_squares",
+    "testing",
+    "tree",
+    "value_and_grad",
+    "with_sharding_constraint",
+]

@@ -95,7 +95,9 @@ def decomposition(op: Any) -> Callable | None:
     return decomposition_table.get(op)
 
 
-def fresh_fake(mode: FakeTensorMode, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: str) -> list[FakeTensor]:
+def fresh_fake(
+    mode: FakeTensorMode, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: str
+) -> list[FakeTensor]:
     """New contiguous fake tensors, made without a dispatch each: a step may need ten thousand of them.
 
     The constructor's own work (some 20 attributes) is done once and its outcome copied.
@@ -109,7 +111,9 @@ def fresh_fake(mode: FakeTensorMode, shapes: Sequence[tuple[tuple[int, ...], tor
         state, where = states[device]
         for shape, dtype in shapes:
             meta = torch.empty(shape, dtype=dtype, device="meta")
-            fake = torch.Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=where)
+            fake = torch.Tensor._make_subclass(
+                FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=where
+            )
             torch._C._set_throw_on_mutable_data_ptr(fake)
             fake.__dict__.update(state)
             fakes.append(fake)
@@ -117,7 +121,9 @@ def fresh_fake(mode: FakeTensorMode, shapes: Sequence[tuple[tuple[int, ...], tor
 
 
 # torch 2.13 renamed two collectives and warns about their old names.
-all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+all_gather_single = (
+    getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+)
 reduce_scatter_single = (
     getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
 )

@@ -25,7 +25,16 @@ from fparallel.runtime.run import Runner
 from fparallel.schedule.ir import Schedule
 from fparallel.schedule.memory import MemoryReport, memory
 from fparallel.schedule.passes import run_passes
-from fparallel.sharding import LayoutSharding, LeafPlan, NamedSharding, PartitionSpec, Rules, sharding_of, spec_layout, warn
+from fparallel.sharding import (
+    LayoutSharding,
+    LeafPlan,
+    NamedSharding,
+    PartitionSpec,
+    Rules,
+    sharding_of,
+    spec_layout,
+    warn,
+)
 
 _ONE = Mesh((1,), ("device",), "simulated")
 
@@ -101,7 +110,11 @@ class Compiled:
         self.lowered = lowered
         jitted = lowered.jitted
         self.runner = Runner(
-            lowered.schedule, lowered.program.constants, compile=jitted.compile, transport=transport, check=check
+            lowered.schedule,
+            lowered.program.constants,
+            compile=jitted.compile,
+            transport=transport,
+            check=check,
         )
         self.calls = 0
 
@@ -128,9 +141,13 @@ class Compiled:
                 shards[position].append(held[rank])
         outs = self.runner(shards)
         arrays: list[Any] = []
-        for i, (layout, (_, dtype)) in enumerate(zip(low.program.out_layouts, low.traced.out_avals, strict=True)):
+        for i, (layout, (_, dtype)) in enumerate(
+            zip(low.program.out_layouts, low.traced.out_avals, strict=True)
+        ):
             parts = {rank: outs[position][i] for position, rank in enumerate(self.runner.ranks)}
-            arrays.append(Array(mesh, layout, dtype, parts) if low.jitted.distributed else parts[self.runner.ranks[0]])
+            arrays.append(
+                Array(mesh, layout, dtype, parts) if low.jitted.distributed else parts[self.runner.ranks[0]]
+            )
         if self.calls == 0:
             self._check_finite(arrays)
         self.calls += 1
@@ -139,14 +156,23 @@ class Compiled:
     def _place(self, plan: LeafPlan, leaf: Any, donated: bool) -> dict[int, Tensor]:
         mesh = self.lowered.jitted.mesh
         if isinstance(leaf, ShapeDtypeStruct):
-            raise ExecutionError(f"{plan.path} is a ShapeDtypeStruct", fix="lower with shapes, run with arrays")
+            raise ExecutionError(
+                f"{plan.path} is a ShapeDtypeStruct", fix="lower with shapes, run with arrays"
+            )
         if not isinstance(leaf, Array):
-            if not donated and not plan.storage.sharded_axes and str(leaf.device) == mesh.device and leaf.is_contiguous():
+            if (
+                not donated
+                and not plan.storage.sharded_axes
+                and str(leaf.device) == mesh.device
+                and leaf.is_contiguous()
+            ):
                 return dict.fromkeys(self.runner.ranks, leaf)
             return put(leaf, mesh, plan.storage).shards
         if leaf.mesh != mesh:
-            raise ShardingError(f"{plan.path} lies on the mesh {leaf.mesh}, the step runs on {mesh}",
-                                fix="use one mesh, or move the array with fp.device_put")  # fmt: skip
+            raise ShardingError(
+                f"{plan.path} lies on the mesh {leaf.mesh}, the step runs on {mesh}",
+                fix="use one mesh, or move the array with fp.device_put",
+            )
         if not same(leaf.layout, plan.storage):
             raise ShardingError(
                 f"{plan.path} arrives as {leaf.text}, the step expects {typed(plan.dtype, plan.storage)}",
@@ -163,7 +189,7 @@ class Compiled:
                 if math.isnan(value):
                     raise ExecutionError(
                         f"the first call of {self.lowered.jitted.name} returned NaN at {path or 'its result'}",
-                        fix="look for NaN in the arguments, a 0/0, or a log of a negative number; try a smaller learning rate",
+                        fix="look for NaN in the arguments, a 0/0, a log of a negative number; lower the learning rate",
                     )
 
 
@@ -218,7 +244,13 @@ class Jitted:
         placed = None
         if self.rules is None and self.in_shardings is None:
             placed = tuple(leaf.layout if isinstance(leaf, Array) else None for leaf in arguments.leaves)
-        return (arguments.statics, tuple(arguments.keys), tuple(arguments.treedefs), arguments.avals(), placed)
+        return (
+            arguments.statics,
+            tuple(arguments.keys),
+            tuple(arguments.treedefs),
+            arguments.avals(),
+            placed,
+        )
 
     def _trace(self, arguments: Arguments) -> Traced:
         found: list[Any] = []
@@ -232,7 +264,8 @@ class Jitted:
                     leaf = torch.full((), leaf, device=self.mesh.device)
                 if not isinstance(leaf, Tensor):
                     raise TraceError(
-                        f"{self.name} returned {type(leaf).__name__} {str(leaf)[:40]!r} at {path or 'its result'}, expected a tensor",
+                        f"{self.name} returned {type(leaf).__name__} {str(leaf)[:40]!r} "
+                        f"at {path or 'its result'}, expected a tensor",
                         fix="return tensors and numbers in trees; make other values fp.static fields",
                     )
                 tensors.append(leaf)
@@ -256,7 +289,9 @@ class Jitted:
         wanted = self._wanted(traced, plans, out_plans, same_place)
         donated = self.binder.donated(arguments)
         _warn_undonated(plans, donated, same_place)
-        lowered = lower_program(traced.program, mesh, plans, wanted, traced.out_paths, donated, same_place, self._constraint)
+        lowered = lower_program(
+            traced.program, mesh, plans, wanted, traced.out_paths, donated, same_place, self._constraint
+        )
         if self.strict:
             _check_strict(lowered)
         schedule = run_passes(lowered.schedule, off=self.passes_off, memory_budget=self.memory_budget)
@@ -267,19 +302,38 @@ class Jitted:
         mesh = self.mesh
         if self.rules is not None:
             plans = self.rules.plan(
-                arguments.paths, arguments.leaves, arguments.specs(), mesh, batch_paths=arguments.batch_paths, used_globs=used
+                arguments.paths,
+                arguments.leaves,
+                arguments.specs(),
+                mesh,
+                batch_paths=arguments.batch_paths,
+                used_globs=used,
             )
         else:
             plans = []
             for path, leaf in zip(arguments.paths, arguments.leaves, strict=True):
-                layout = leaf.layout if isinstance(leaf, Array) and self.in_shardings is None else Layout.replicated(leaf.shape)
+                layout = (
+                    leaf.layout
+                    if isinstance(leaf, Array) and self.in_shardings is None
+                    else Layout.replicated(leaf.shape)
+                )
                 plans.append(LeafPlan(path, tuple(leaf.shape), leaf.dtype, layout, layout, layout))
         if self.in_shardings is not None:
-            prefix = self.in_shardings if isinstance(self.in_shardings, tuple) and not isinstance(self.in_shardings, PartitionSpec) else (self.in_shardings,) * len(arguments.values)
+            prefix = (
+                self.in_shardings
+                if isinstance(self.in_shardings, tuple) and not isinstance(self.in_shardings, PartitionSpec)
+                else (self.in_shardings,) * len(arguments.values)
+            )
             if len(prefix) != len(arguments.values):
-                raise ShardingError(f"in_shardings has {len(prefix)} entries, {self.name} takes {len(arguments.values)} arguments",
-                                    fix="give one entry per argument")  # fmt: skip
-            given = [s for p, v in zip(prefix, arguments.values, strict=True) for s in tree.match_prefix(p, v, is_leaf=_is_sharding)]
+                raise ShardingError(
+                    f"in_shardings has {len(prefix)} entries, {self.name} takes {len(arguments.values)} arguments",
+                    fix="give one entry per argument",
+                )
+            given = [
+                s
+                for p, v in zip(prefix, arguments.values, strict=True)
+                for s in tree.match_prefix(p, v, is_leaf=_is_sharding)
+            ]
             for plan, sharding in zip(plans, given, strict=True):
                 if sharding is not None:
                     plan.storage = plan.compute = plan.gradient = self._given(sharding, plan.shape, plan.path)
@@ -300,7 +354,10 @@ class Jitted:
         if isinstance(sharding, PartitionSpec):
             return spec_layout(sharding, shape, self.mesh, path)
         if sharding.mesh != self.mesh:
-            raise ShardingError(f"{path}: a sharding on the mesh {sharding.mesh}, the step runs on {self.mesh}", fix="use one mesh")
+            raise ShardingError(
+                f"{path}: a sharding on the mesh {sharding.mesh}, the step runs on {self.mesh}",
+                fix="use one mesh",
+            )
         return sharding.layout(shape, path)
 
     def _wanted(
@@ -323,8 +380,10 @@ class Jitted:
                     wanted[i] = self._given(sharding, plan.shape, plan.path)
         return wanted
 
-    def _same_places(self, traced: Traced, plans: list[LeafPlan], out_plans: list[LeafPlan]) -> list[int | None]:
-        """Per output leaf the argument leaf that it replaces: an output with the structure of an argument takes its shardings."""
+    def _same_places(
+        self, traced: Traced, plans: list[LeafPlan], out_plans: list[LeafPlan]
+    ) -> list[int | None]:
+        """Per output leaf the argument leaf that it replaces: outputs with the structure of an argument."""
         arguments = traced.arguments
         starts, position = [], 0
         for treedef in arguments.treedefs:
@@ -340,7 +399,10 @@ class Jitted:
                 if i in taken or part != treedef or not treedef.num_leaves:
                     continue
                 pairs = list(zip(range(offset, offset + treedef.num_leaves), leaves, strict=True))
-                if all(out_plans[o].shape == plans[a].shape and out_plans[o].dtype == plans[a].dtype for o, a in pairs):
+                if all(
+                    out_plans[o].shape == plans[a].shape and out_plans[o].dtype == plans[a].dtype
+                    for o, a in pairs
+                ):
                     taken.add(i)
                     for o, a in pairs:
                         result[o] = a
@@ -364,7 +426,9 @@ class Jitted:
             if pattern not in used and pattern.split(".")[0] not in absent:
                 raise ShardingError(
                     f"the glob {pattern!r} matches no leaf of {self.name}",
-                    fix="mend or remove it; the paths are " + ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else ""),
+                    fix="mend or remove it; the paths are "
+                    + ", ".join(paths[:6])
+                    + (", ..." if len(paths) > 6 else ""),
                 )
 
     def _constraint(self, spec: Any, shape: tuple[int, ...]) -> Layout:
@@ -374,7 +438,10 @@ class Jitted:
         if isinstance(spec, NamedSharding | LayoutSharding):
             return self._given(spec, shape, path)
         if not isinstance(spec, str):
-            raise ShardingError(f"{path}: {type(spec).__name__} is no sharding", fix='pass a P(...) or logical names such as "batch seq embed"')
+            raise ShardingError(
+                f"{path}: {type(spec).__name__} is no sharding",
+                fix='pass a P(...) or logical names such as "batch seq embed"',
+            )
         if self.rules is None:
             return Layout.replicated(shape)
         return self.rules.logical_layout(LogicalSpec(tree.parse_logical(spec)), shape, self.mesh, path)
@@ -395,7 +462,9 @@ def _check_returned_once(name: str, tensors: Sequence[Tensor], paths: Sequence[s
             )
 
 
-def _warn_undonated(plans: Sequence[LeafPlan], donated: Sequence[bool], same_place: Sequence[int | None]) -> None:
+def _warn_undonated(
+    plans: Sequence[LeafPlan], donated: Sequence[bool], same_place: Sequence[int | None]
+) -> None:
     replaced = {place for place in same_place if place is not None}
     lost = [plan.path for i, plan in enumerate(plans) if donated[i] and i not in replaced]
     if lost and any(donated) and len(lost) == sum(donated):
@@ -409,11 +478,16 @@ def _check_strict(lowered: LoweredProgram) -> None:
     """Every reshard that no rule, constraint or gradient asks for is an error."""
     asked = ("storage -> compute", "gradient of", "sharding constraint", "output ", "sum of squares")
     bad = [
-        d for d in lowered.decisions
-        if not d.cause.startswith(asked) and any(k in ("all_gather", "all_to_all", "permute") for k in d.kinds)
-    ]  # fmt: skip
+        d
+        for d in lowered.decisions
+        if not d.cause.startswith(asked)
+        and any(k in ("all_gather", "all_to_all", "permute") for k in d.kinds)
+    ]
     if bad:
-        lines = [f"  {typed(d.dtype, d.src)} -> {typed(d.dtype, d.dst)}  {d.nbytes:.0f} B  {d.cause}  at {d.source}" for d in bad]
+        lines = [
+            f"  {typed(d.dtype, d.src)} -> {typed(d.dtype, d.dst)}  {d.nbytes:.0f} B  {d.cause}  at {d.source}"
+            for d in bad
+        ]
         raise ShardingError(
             "strict: the compiler would have to insert reshards\n" + "\n".join(lines),
             fix="add fp.with_sharding_constraint where a reshard is meant, change the rules, or drop strict=True",
@@ -421,10 +495,19 @@ def _check_strict(lowered: LoweredProgram) -> None:
 
 
 def jit(
-    fun: Callable | None = None, *, mesh: Mesh | None = None, rules: Rules | None = None, in_shardings: Any = None,
-    out_shardings: Any = None, donate_argnums: int | Sequence[int] = (), static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (), memory_budget: int | None = None, strict: bool = False, compile: str = "eager",
-) -> Any:  # fmt: skip
+    fun: Callable | None = None,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    memory_budget: int | None = None,
+    strict: bool = False,
+    compile: str = "eager",
+) -> Any:
     """Compiles a pure function written for one device into a parallel program on a mesh.
 
     Args:
@@ -447,9 +530,18 @@ def jit(
     """
     if fun is None:
         return functools.partial(
-            jit, mesh=mesh, rules=rules, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums,
-            static_argnums=static_argnums, static_argnames=static_argnames, memory_budget=memory_budget, strict=strict, compile=compile,
-        )  # fmt: skip
+            jit,
+            mesh=mesh,
+            rules=rules,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            memory_budget=memory_budget,
+            strict=strict,
+            compile=compile,
+        )
     if compile not in ("eager", "inductor"):
         raise ShardingError(f"compile={compile!r}", fix='use "eager" or "inductor"')
     if mesh is None and (rules is not None or in_shardings is not None):
@@ -460,8 +552,17 @@ def jit(
 
     binder = Binder(fun, several(static_argnums), several(static_argnames), several(donate_argnums))
     return Jitted(
-        fun, mesh or _ONE, rules, in_shardings, out_shardings, binder, memory_budget, strict, compile, mesh is not None,
-    )  # fmt: skip
+        fun,
+        mesh or _ONE,
+        rules,
+        in_shardings,
+        out_shardings,
+        binder,
+        memory_budget,
+        strict,
+        compile,
+        mesh is not None,
+    )
 
 
 def eval_shape(fun: Callable, *args: Any, **kwargs: Any) -> Any:

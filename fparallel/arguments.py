@@ -59,7 +59,13 @@ class Arguments:
 class Binder:
     """Names, flattens and checks the arguments of calls of one function."""
 
-    def __init__(self, fun: Callable, static_argnums: Sequence[int], static_argnames: Sequence[str], donate: Sequence[int]) -> None:
+    def __init__(
+        self,
+        fun: Callable,
+        static_argnums: Sequence[int],
+        static_argnames: Sequence[str],
+        donate: Sequence[int],
+    ) -> None:
         self.fun = fun
         self.name = getattr(fun, "__name__", type(fun).__name__)
         try:
@@ -69,21 +75,29 @@ class Binder:
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.positional = [p.name for p in positional]
         self.variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+        self.takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         self.static_names = set(static_argnames) | {self._name(i) for i in static_argnums}
         self.donated_names = {self._name(i) for i in donate}
         known = {p.name for p in parameters}
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         for name in static_argnames:
             if name not in known and not takes_any:
-                raise TraceError(f"static_argnames={name!r}: {self.name} has no such argument", fix=f"use one of {sorted(known)}")
+                raise TraceError(
+                    f"static_argnames={name!r}: {self.name} has no such argument",
+                    fix=f"use one of {sorted(known)}",
+                )
 
     def _name(self, i: int) -> str:
         if i < 0:
             i += len(self.positional)
-        if i >= len(self.positional) and self.variadic == "args" and self.positional:
-            if not any(True for p in inspect.signature(self.fun).parameters.values() if p.kind is p.VAR_POSITIONAL):
-                raise TraceError(f"argument {i} of {self.name}: it takes {len(self.positional)}", fix="use the number of an argument")
-        return self.positional[i] if i < len(self.positional) else f"{self.variadic}.{i - len(self.positional)}"
+        if i >= len(self.positional) and self.positional and not self.takes_more:
+            raise TraceError(
+                f"argument {i} of {self.name}: it takes {len(self.positional)}",
+                fix="use the number of an argument",
+            )
+        return (
+            self.positional[i] if i < len(self.positional) else f"{self.variadic}.{i - len(self.positional)}"
+        )
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> Arguments:
         """Flattens one call.
@@ -99,8 +113,10 @@ class Binder:
                 try:
                     hash(value)
                 except TypeError as error:
-                    raise TraceError(f"the static argument {name} of {self.name} is unhashable: {type(value).__name__}",
-                                     fix="pass a frozen, hashable value") from error  # fmt: skip
+                    raise TraceError(
+                        f"the static argument {name} of {self.name} is unhashable: {type(value).__name__}",
+                        fix="pass a frozen, hashable value",
+                    ) from error
                 statics.append((key, value))
             else:
                 names.append(name)
@@ -110,7 +126,10 @@ class Binder:
         for i, (name, value) in enumerate(zip(names, values, strict=True)):
             paths, leaves, treedef = tree.flatten_with_path(value)
             result.treedefs.append(treedef)
-            checked = [_leaf(leaf, tree.join_path(name, path), self.name) for path, leaf in zip(paths, leaves, strict=True)]
+            checked = [
+                _leaf(leaf, tree.join_path(name, path), self.name)
+                for path, leaf in zip(paths, leaves, strict=True)
+            ]
             _check_distinct(leaves, [tree.join_path(name, path) for path in paths])
             result.paths += [tree.join_path(name, path) for path in paths]
             result.leaves += checked
@@ -134,13 +153,22 @@ def _leaf(leaf: Any, path: str, fun: str) -> Any:
             fix=f"make it an array, an fp.static field, or a static argument of {fun} (static_argnames)",
         )
     kind = (
-        "complex" if leaf.is_complex() else "sparse" if leaf.layout is not torch.strided
-        else "quantized" if leaf.is_quantized else ""
-    )  # fmt: skip
+        "complex"
+        if leaf.is_complex()
+        else "sparse"
+        if leaf.layout is not torch.strided
+        else "quantized"
+        if leaf.is_quantized
+        else ""
+    )
     if kind:
         raise TraceError(
             f"{path} is a {kind} tensor ({leaf.dtype}, {list(leaf.shape)}), expected a dense real one",
-            fix={"complex": "pass torch.view_as_real(x)", "sparse": "pass x.to_dense()", "quantized": "pass x.dequantize()"}[kind],
+            fix={
+                "complex": "pass torch.view_as_real(x)",
+                "sparse": "pass x.to_dense()",
+                "quantized": "pass x.dequantize()",
+            }[kind],
         )
     if leaf.requires_grad:
         return leaf.detach()

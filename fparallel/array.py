@@ -93,7 +93,10 @@ class Array:
     def item(self) -> Any:
         """The Python number of a replicated array of one element."""
         if self.layout.sharded_axes or self.numel() != 1:
-            raise ExecutionError(f"{self.text} is no replicated single value", fix="use fp.device_get(array) for the whole value")
+            raise ExecutionError(
+                f"{self.text} is no replicated single value",
+                fix="use fp.device_get(array) for the whole value",
+            )
         return next(iter(self.shards.values())).item()
 
     def __float__(self) -> float:
@@ -150,20 +153,26 @@ class Array:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         if self.mesh.kind != "job":
-            raise ShardingError(f"{self.text} lies on a {self.mesh.kind} mesh", fix="DTensors need a mesh of kind 'job'")
+            raise ShardingError(
+                f"{self.text} lies on a {self.mesh.kind} mesh", fix="DTensors need a mesh of kind 'job'"
+            )
         placements: list[Any] = [Replicate() for _ in self.mesh.names]
         for d, dim in enumerate(self.layout.dims):
             order = [self.mesh.names.index(axis.name) for f in dim for axis in f.axes]
             whole = all(axis.whole for f in dim for axis in f.axes)
             if order and (len(dim) > 1 or order != sorted(order) or not whole):
-                raise ShardingError(f"{self.text} has no DTensor placement", fix="reshard it first (fp.device_put)")
+                raise ShardingError(
+                    f"{self.text} has no DTensor placement", fix="reshard it first (fp.device_put)"
+                )
             for i in order:
                 placements[i] = Shard(d)
         ranks = torch.arange(self.mesh.size).reshape(self.mesh.sizes)
         device_mesh = DeviceMesh(self.mesh.device, ranks, mesh_dim_names=self.mesh.names)
         stride = torch.empty(self.shape, device="meta").stride()
         (local,) = self.shards.values()
-        return DTensor.from_local(local, device_mesh, placements, run_check=False, shape=torch.Size(self.shape), stride=stride)
+        return DTensor.from_local(
+            local, device_mesh, placements, run_check=False, shape=torch.Size(self.shape), stride=stride
+        )
 
     @staticmethod
     def from_dtensor(value: Any, mesh: Mesh) -> Array:
@@ -177,7 +186,9 @@ class Array:
         spec: list[list[str]] = [[] for _ in value.shape]
         for name, placement in zip(names, value.placements, strict=True):
             if placement.is_partial():
-                raise ShardingError("a DTensor with partial placements is no array", fix="redistribute it first")
+                raise ShardingError(
+                    "a DTensor with partial placements is no array", fix="redistribute it first"
+                )
             if placement.is_shard():
                 spec[placement.dim].append(name)
         named = NamedSharding(mesh, PartitionSpec(*(tuple(s) or None for s in spec)))
@@ -191,7 +202,9 @@ def process_ranks(mesh: Mesh) -> Sequence[int]:
         return range(mesh.size)
     if mesh.kind == "job":
         return (torch.distributed.get_rank(),)
-    raise ExecutionError(f"the mesh {mesh} is abstract: nothing can be put on it", fix='make it with kind="job" or "simulated"')
+    raise ExecutionError(
+        f"the mesh {mesh} is abstract: nothing can be put on it", fix='make it with kind="job" or "simulated"'
+    )
 
 
 def put(value: Tensor, mesh: Mesh, layout: Layout) -> Array:
@@ -240,7 +253,9 @@ def device_get(value: Any) -> Any:
     return tree.map(lambda leaf: get(leaf) if isinstance(leaf, Array) else leaf, value)
 
 
-def make_array_from_process_local_data(sharding: Sharding, local: Tensor, global_shape: Sequence[int] | None = None) -> Array:
+def make_array_from_process_local_data(
+    sharding: Sharding, local: Tensor, global_shape: Sequence[int] | None = None
+) -> Array:
     """An array from the part that this process holds already.
 
     Args:
@@ -249,7 +264,9 @@ def make_array_from_process_local_data(sharding: Sharding, local: Tensor, global
     """
     mesh = sharding.mesh
     if mesh.kind != "job" and mesh.size > 1:
-        raise ExecutionError("per-process data needs a mesh of kind 'job'", fix="use fp.device_put with the global value")
+        raise ExecutionError(
+            "per-process data needs a mesh of kind 'job'", fix="use fp.device_put with the global value"
+        )
     if global_shape is None:
         probe = sharding.layout([mesh.size**2] * local.dim())
         counts = [1] * local.dim()

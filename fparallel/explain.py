@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from fparallel.compiler.partition import Decision
 
 
-def explain_leaf(path: str, plans: Sequence[LeafPlan], schedule: Schedule, decisions: Sequence[Decision]) -> str:
+def explain_leaf(
+    path: str, plans: Sequence[LeafPlan], schedule: Schedule, decisions: Sequence[Decision]
+) -> str:
     """The text of `lowered.explain(path)`; a path may leave out leading components.
 
     Raises:
@@ -23,8 +25,13 @@ def explain_leaf(path: str, plans: Sequence[LeafPlan], schedule: Schedule, decis
     plan = next((p for p in plans if p.path == path or p.path.endswith("." + path)), None)
     if plan is None:
         known = [p.path for p in plans]
-        raise ShardingError(f"there is no leaf {path!r}", fix=f"use a path of the step; {did_you_mean(path, known)}")
-    lines = [f"{plan.path}  ({plan.role or 'no role'}; {plan.cause})", f"  at rest   {typed(plan.dtype, plan.storage)}"]
+        raise ShardingError(
+            f"there is no leaf {path!r}", fix=f"use a path of the step; {did_you_mean(path, known)}"
+        )
+    lines = [
+        f"{plan.path}  ({plan.role or 'no role'}; {plan.cause})",
+        f"  at rest   {typed(plan.dtype, plan.storage)}",
+    ]
     if not same(plan.compute, plan.storage):
         lines.append(f"  compute   {typed(plan.dtype, plan.compute)}")
     if plan.role == "params":
@@ -42,8 +49,12 @@ def _touching(path: str, schedule: Schedule) -> list[str]:
         if isinstance(instr, Collective):
             for src, dst in zip(instr.ins, instr.outs, strict=True):
                 causes = instr.cause.split("; ")
-                about = any(c in (f"gradient of {tail}", f"gradient of {path}") or path.endswith(c.removeprefix("gradient of "))
-                            and c.startswith("gradient of ") for c in causes)  # fmt: skip
+                about = any(
+                    c in (f"gradient of {tail}", f"gradient of {path}")
+                    or (path.endswith(c.removeprefix("gradient of "))
+                    and c.startswith("gradient of "))
+                    for c in causes
+                )
                 if src in own or dst in own or (about and len(instr.ins) == 1):
                     a, b = schedule.buffers[src], schedule.buffers[dst]
                     where = f"  at {instr.source}" if instr.source else ""
@@ -58,6 +69,10 @@ def _touching(path: str, schedule: Schedule) -> list[str]:
 
 def replicated_text(plans: Sequence[LeafPlan]) -> str:
     """The leaves that no rule names, largest first."""
-    rows = [(p.storage.max_local_numel * p.dtype.itemsize, p) for p in plans if not p.named and not p.storage.sharded_axes]
+    rows = [
+        (p.storage.max_local_numel * p.dtype.itemsize, p)
+        for p in plans
+        if not p.named and not p.storage.sharded_axes
+    ]
     rows.sort(key=lambda row: (-row[0], row[1].path))
     return "\n".join(f"{nbytes:>14,} B  {typed(p.dtype, p.storage)}  {p.path}" for nbytes, p in rows)

@@ -33,12 +33,14 @@ class PartitionSpec(tuple):
 
     UNCONSTRAINED = _Unconstrained()
 
-    def __new__(cls, *dims: str | None | tuple[str, ...] | _Unconstrained) -> PartitionSpec:
+    def __new__(cls, *dims: str | tuple[str, ...] | _Unconstrained | None) -> PartitionSpec:
         normal = [d[0] if isinstance(d, tuple) and len(d) == 1 else None if d == () else d for d in dims]
         for dim in normal:
             names = dim if isinstance(dim, tuple) else (dim,)
             if not all(isinstance(n, str) or n is None or isinstance(n, _Unconstrained) for n in names):
-                raise ShardingError(f"P{dims!r} holds {dim!r}", fix="name mesh axes: strings, tuples of strings, or None")
+                raise ShardingError(
+                    f"P{dims!r} holds {dim!r}", fix="name mesh axes: strings, tuples of strings, or None"
+                )
         while normal and normal[-1] is None:
             normal.pop()
         return super().__new__(cls, normal)
@@ -53,7 +55,9 @@ class PartitionSpec(tuple):
 P = PartitionSpec
 
 
-def spec_layout(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, path: str, current: Layout | None = None) -> Layout:
+def spec_layout(
+    spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, path: str, current: Layout | None = None
+) -> Layout:
     """The layout of a spec for a tensor of `shape`; unconstrained dims stay as in `current`.
 
     Raises:
@@ -181,14 +185,22 @@ class Rules:
     zero_options: Zero | None = None
     _layouts: dict[Any, Layout] = field(default_factory=dict, compare=False, repr=False)
 
-    def __init__(self, globs: Mapping[str, PartitionSpec | str] | None = None, /, **names: str | tuple[str, ...] | None) -> None:
+    def __init__(
+        self, globs: Mapping[str, PartitionSpec | str] | None = None, /, **names: str | tuple[str, ...] | None
+    ) -> None:
         for pattern, value in (globs or {}).items():
             if not isinstance(value, (PartitionSpec, str)):
-                raise ShardingError(f"the glob {pattern!r} maps to {value!r}", fix="map it to a P(...) or to a string of logical names")
+                raise ShardingError(
+                    f"the glob {pattern!r} maps to {value!r}",
+                    fix="map it to a P(...) or to a string of logical names",
+                )
         for name, value in names.items():
             parts = value if isinstance(value, tuple) else (value,)
             if not all(p is None or isinstance(p, str) for p in parts):
-                raise ShardingError(f"the rule {name}={value!r} names no mesh axis", fix="use a string, a tuple of strings, or None")
+                raise ShardingError(
+                    f"the rule {name}={value!r} names no mesh axis",
+                    fix="use a string, a tuple of strings, or None",
+                )
         object.__setattr__(self, "globs", dict(globs or {}))
         object.__setattr__(self, "names", dict(names))
         object.__setattr__(self, "zero_options", None)
@@ -198,7 +210,13 @@ class Rules:
         return hash((tuple(self.globs.items()), tuple(self.names.items()), self.zero_options))
 
     def zero(
-        self, stage: int, *, axis: str | tuple[str, ...], min_elements: int = 0, params: str = "params", opt_state: str = "opt_state"
+        self,
+        stage: int,
+        *,
+        axis: str | tuple[str, ...],
+        min_elements: int = 0,
+        params: str = "params",
+        opt_state: str = "opt_state",
     ) -> Rules:
         """The same rules with ZeRO over mesh axes: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
 
@@ -277,7 +295,8 @@ class Rules:
         shards = math.prod(axis.size for axis in whole)
         if name == "batch" and size < shards:
             raise ShardingError(
-                f"{path}: a batch of {size} over the {shards} ranks of {'*'.join(names)} leaves {shards - size} without a row",
+                f"{path}: a batch of {size} over the {shards} ranks of {'*'.join(names)} "
+                f"leaves {shards - size} without a row",
                 fix=f"use a batch of at least {shards}, best a multiple of it, or shard it over fewer ranks",
             )
         axes: list[Axis] = []
@@ -298,9 +317,15 @@ class Rules:
         return found
 
     def plan(
-        self, paths: Sequence[str], leaves: Sequence[Any], specs: Sequence[LogicalSpec | None], mesh: Mesh,
-        *, batch_paths: Iterable[str] = (), used_globs: set[str] | None = None,
-    ) -> list[LeafPlan]:  # fmt: skip
+        self,
+        paths: Sequence[str],
+        leaves: Sequence[Any],
+        specs: Sequence[LogicalSpec | None],
+        mesh: Mesh,
+        *,
+        batch_paths: Iterable[str] = (),
+        used_globs: set[str] | None = None,
+    ) -> list[LeafPlan]:
         """The plan of every leaf (anything with shape and dtype); optimizer state takes the axes of what it mirrors."""
         used = set() if used_globs is None else used_globs
         batch = set(batch_paths)
@@ -322,7 +347,14 @@ class Rules:
         return plans
 
     def _leaf(
-        self, path: str, shape: tuple[int, ...], dtype: torch.dtype, spec: LogicalSpec | None, mesh: Mesh, batch: bool, used: set[str]
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        spec: LogicalSpec | None,
+        mesh: Mesh,
+        batch: bool,
+        used: set[str],
     ) -> LeafPlan:
         layout, cause, named = Layout.replicated(shape), "replicated: no rule names it", False
         glob = self._glob_for(path, used)
@@ -339,7 +371,11 @@ class Rules:
             cause = f"logical axes '{spec}'"
         elif batch and shape and "batch" in self.names:
             batched = LogicalSpec(((("batch", None),), *(((None, None),) for _ in shape[1:])))
-            layout, cause, named = self.logical_layout(batched, shape, mesh, path), "leading dim of the batch", True
+            layout, cause, named = (
+                self.logical_layout(batched, shape, mesh, path),
+                "leading dim of the batch",
+                True,
+            )
         return LeafPlan(path, shape, dtype, layout, layout, layout, "", cause, named)
 
     def _check_index(self, name: str, index: int, length: int, mesh: Mesh, path: str) -> None:
@@ -347,14 +383,16 @@ class Rules:
         for axis in (value,) if isinstance(value, str) else value or ():
             if _axes(axis, mesh, f"{path} ({name}={axis!r})")[0].size > 1:
                 raise ShardingError(
-                    f"{path}: the rule {name}={axis!r} puts the {length} entries of a list on {mesh.shape[axis]} ranks; "
-                    "the entries of a list lie on every rank",
+                    f"{path}: the rule {name}={axis!r} puts the {length} entries of a list on {mesh.shape[axis]} "
+                    "ranks; the entries of a list lie on every rank",
                     fix=f"use {name}=None, or shard a dim of the leaves",
                 )
 
     def _list_axes(self, paths: Sequence[str], mesh: Mesh, used: set[str]) -> None:
         """Globs that match a list node name its index; an index can only live on an axis of size 1 here."""
-        nodes = {".".join(parts[:i]) for path in paths for parts in [path.split(".")] for i in range(1, len(parts))}
+        nodes = {
+            ".".join(parts[:i]) for path in paths for parts in [path.split(".")] for i in range(1, len(parts))
+        }
         for pattern, value in self.globs.items():
             if isinstance(value, str) and any(_matches(pattern, node) for node in nodes):
                 used.add(pattern)
@@ -379,7 +417,11 @@ class Rules:
             size *= s
         if size == 0 or size < zero.min_elements or not plan.shape:
             return
-        axes = tuple(a for name in zero.axes for a in _free_digits(_zero_axis(name, zero, mesh), plan.compute.sharded_axes))
+        axes = tuple(
+            a
+            for name in zero.axes
+            for a in _free_digits(_zero_axis(name, zero, mesh), plan.compute.sharded_axes)
+        )
         if not axes:
             return
         sharded = add_axes(plan.compute, axes)
@@ -422,7 +464,9 @@ def add_axes(layout: Layout, axes: tuple[Axis, ...]) -> Layout:
     return layout.with_axes(d, f, layout.dims[d][f].axes + axes)
 
 
-def _sized(factors: Sequence[tuple[str | None, int | None]], size: int, path: str) -> list[tuple[str | None, int]]:
+def _sized(
+    factors: Sequence[tuple[str | None, int | None]], size: int, path: str
+) -> list[tuple[str | None, int]]:
     if len(factors) == 1 and factors[0][1] is None:
         return [(factors[0][0], size)]
     known = 1

@@ -50,7 +50,9 @@ class Recorder(Protocol):
     def constrain(self, x: Tensor, spec: Any) -> Tensor: ...
 
 
-_recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("fparallel_recorder", default=None)
+_recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
+    "fparallel_recorder", default=None
+)
 _grad_depth: contextvars.ContextVar[int] = contextvars.ContextVar("fparallel_grad_depth", default=0)
 
 
@@ -180,13 +182,19 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
         nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         for num in nums:
             if not -len(args) <= num < len(args):
-                raise TraceError(f"argnums={argnums} for a call with {len(args)} positional arguments",
-                                 fix="differentiate positional arguments that are passed")  # fmt: skip
+                raise TraceError(
+                    f"argnums={argnums} for a call with {len(args)} positional arguments",
+                    fix="differentiate positional arguments that are passed",
+                )
         selected = tuple(args[num] for num in nums)
         paths, leaves, treedef = tree.flatten_with_path(selected if len(nums) > 1 else selected[0])
         for path, leaf in zip(paths, leaves, strict=True):
             if not isinstance(leaf, Tensor) or not leaf.dtype.is_floating_point:
-                found = f"a {leaf.dtype} tensor" if isinstance(leaf, Tensor) else f"{type(leaf).__name__} {leaf!r}"
+                found = (
+                    f"a {leaf.dtype} tensor"
+                    if isinstance(leaf, Tensor)
+                    else f"{type(leaf).__name__} {leaf!r}"
+                )
                 raise TraceError(
                     f"cannot differentiate with respect to the leaf {path or '(the argument)'}: it is {found}",
                     fix="differentiate float leaves only: pass the others in another argument, or as fp.static fields",
@@ -211,14 +219,22 @@ def _scalar_loss(fun: Callable, out: Any, has_aux: bool) -> tuple[Tensor, Any]:
     aux = None
     if has_aux:
         if not isinstance(out, tuple) or len(out) != 2:
-            raise TraceError(f"{name} returned {type(out).__name__}, expected (value, aux)", fix="return a pair, or drop has_aux")
+            raise TraceError(
+                f"{name} returned {type(out).__name__}, expected (value, aux)",
+                fix="return a pair, or drop has_aux",
+            )
         out, aux = out
     value = out.value() if isinstance(out, _Weighted) else out
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.dtype.is_floating_point:
-        found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        found = (
+            f"{value.dtype} of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
         raise TraceError(
             f"{name} returned {found}, expected a 0-d float tensor or fp.Mean as the value to differentiate",
-            fix="return a scalar such as loss.mean(), or fp.Mean(sum, weight)" + ("" if has_aux else "; use has_aux=True for more"),
+            fix="return a scalar such as loss.mean(), or fp.Mean(sum, weight)"
+            + ("" if has_aux else "; use has_aux=True for more"),
         )
     return value, aux
 
@@ -236,7 +252,10 @@ def _differentiate(
     try:
         with torch.enable_grad():
             if nested:
-                xs = [leaf.view_as(leaf) if leaf.requires_grad else leaf.detach().requires_grad_() for leaf in leaves]
+                xs = [
+                    leaf.view_as(leaf) if leaf.requires_grad else leaf.detach().requires_grad_()
+                    for leaf in leaves
+                ]
             elif recorder is not None:
                 xs = [x.requires_grad_() for x in recorder.enter_grad(leaves)]
             else:
@@ -316,7 +335,9 @@ class _Constrain(torch.autograd.Function):
         return _Constrain.apply(grad, ctx.spec, ctx.recorder), None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, x: Tensor, spec: Any, recorder: Recorder) -> tuple[Tensor, int | None]:
+    def vmap(
+        info: Any, in_dims: tuple, x: Tensor, spec: Any, recorder: Recorder
+    ) -> tuple[Tensor, int | None]:
         return x, in_dims[0]  # the constraint speaks of the unbatched value
 
 
@@ -330,7 +351,9 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
     recorder = current_recorder()
     if recorder is None:
         return x
-    return tree.map(lambda leaf: _Constrain.apply(leaf, spec, recorder) if isinstance(leaf, Tensor) else leaf, x)
+    return tree.map(
+        lambda leaf: _Constrain.apply(leaf, spec, recorder) if isinstance(leaf, Tensor) else leaf, x
+    )
 
 
 # ---------------------------------------------------------------- over all leaves
@@ -355,7 +378,9 @@ def map_leaves(fn: Callable, *trees: Any, shared: Sequence[Any] = (), stage: Sta
     for other in trees[1:]:
         rest, rest_def = tree.flatten(other)
         if rest_def != treedef:
-            raise TraceError("map_leaves got trees of different structures", fix="pass trees of one structure")
+            raise TraceError(
+                "map_leaves got trees of different structures", fix="pass trees of one structure"
+            )
         columns.append(rest)
     recorder = current_recorder()
     tensors = [x for column in columns for x in column]

@@ -54,8 +54,10 @@ class BlockTracing:
             block = self._block_cache.get(key)
         except TypeError as error:
             bad = next(s for s in statics if getattr(s, "__hash__", None) is None)
-            raise TraceError(f"the block {name} got an unhashable argument of type {type(bad).__name__}",
-                             fix="pass tensors, numbers, strings or frozen dataclasses to blocks") from error  # fmt: skip
+            raise TraceError(
+                f"the block {name} got an unhashable argument of type {type(bad).__name__}",
+                fix="pass tensors, numbers, strings or frozen dataclasses to blocks",
+            ) from error
         if block is None:
             block = _trace_block(self, fn, name, treedef, leaves, tensors, needs_grad)
             self._block_cache[key] = block
@@ -72,7 +74,12 @@ class BlockTracing:
     def _code_key(self, fn: Any) -> Any:
         """What decides a function's trace besides its arguments: code, closure, defaults and plain globals."""
         if isinstance(fn, functools.partial):
-            return ("partial", self._code_key(fn.func), self._describe(fn.args), self._describe(tuple(sorted(fn.keywords.items()))))
+            return (
+                "partial",
+                self._code_key(fn.func),
+                self._describe(fn.args),
+                self._describe(tuple(sorted(fn.keywords.items()))),
+            )
         if isinstance(fn, types.MethodType):
             return ("method", self._code_key(fn.__func__), self._describe(fn.__self__))
         if not isinstance(fn, types.FunctionType):
@@ -82,9 +89,10 @@ class BlockTracing:
             with contextlib.suppress(ValueError):
                 cells.append(cell.cell_contents)
         plain = tuple(
-            (name, fn.__globals__[name]) for name in fn.__code__.co_names
+            (name, fn.__globals__[name])
+            for name in fn.__code__.co_names
             if isinstance(fn.__globals__.get(name), (bool, int, float, str))
-        )  # fmt: skip
+        )
         return (fn.__code__, self._describe(tuple(cells)), self._describe(fn.__defaults__ or ()), plain)
 
     def _describe(self, value: Any) -> Any:
@@ -112,7 +120,11 @@ class BlockTracing:
         body_of, is_tuple = [], False
         code = self._code_key(fn)
         for row in zip(*columns, strict=True):
-            key = (code, tuple((tuple(x.shape), x.dtype) for x in row), tuple((s.dtype if isinstance(s, Tensor) else s) for s in shared))
+            key = (
+                code,
+                tuple((tuple(x.shape), x.dtype) for x in row),
+                tuple((s.dtype if isinstance(s, Tensor) else s) for s in shared),
+            )
             if key not in index:
                 if key not in self._body_cache:
                     self._body_cache[key] = self._trace_body(fn, row, shared)
@@ -145,8 +157,10 @@ class BlockTracing:
             return list(out) if isinstance(out, tuple) else [out]
 
         def refuse(tensor: Tensor) -> Value | None:
-            raise TraceError("a function mapped over leaves closes over a traced tensor",
-                             fix="pass it through shared=(...)")  # fmt: skip
+            raise TraceError(
+                "a function mapped over leaves closes over a traced tensor",
+                fix="pass it through shared=(...)",
+            )
 
         names = [f"leaf{i}" for i in range(len(row))] + [f"shared{i}" for i in range(len(scalars))]
         graph = self.new_tracer(refuse).capture(run, fakes + scalars, names)
@@ -161,7 +175,9 @@ def fn_code(fn: types.FunctionType) -> types.CodeType:
 class _Block:
     """A traced block: its index in the program, and how its results go back into a tree."""
 
-    def __init__(self, index: int, graph: BlockGraph, lifted: list[Tensor], out_treedef: Any, outs: list[Any]) -> None:
+    def __init__(
+        self, index: int, graph: BlockGraph, lifted: list[Tensor], out_treedef: Any, outs: list[Any]
+    ) -> None:
         self.index = index
         self.graph = graph
         self.lifted = lifted
@@ -191,7 +207,13 @@ class _Substitute(TorchFunctionMode):
 
 
 def _trace_block(
-    recorder: BlockTracing, fn: Callable, name: str, treedef: Any, leaves: list[Any], tensors: list[Tensor], needs_grad: tuple[bool, ...]
+    recorder: BlockTracing,
+    fn: Callable,
+    name: str,
+    treedef: Any,
+    leaves: list[Any],
+    tensors: list[Tensor],
+    needs_grad: tuple[bool, ...],
 ) -> _Block:
     """Traces a block's joint graph; tensors that it closes over become inputs."""
     lifted: list[Tensor] = []
@@ -202,14 +224,23 @@ def _trace_block(
             recorder.blocks.append(block[0])
             return _Block(len(recorder.blocks) - 1, block[0], lifted, block[1], block[2])
         lifted = lifted + [x for i, x in enumerate(pending) if all(x is not y for y in pending[:i])]
-    raise TraceError(f"the block {name} uses a tensor from outside that cannot be lifted to an argument",
-                     fix="pass the tensor to the block as an argument")  # fmt: skip
+    raise TraceError(
+        f"the block {name} uses a tensor from outside that cannot be lifted to an argument",
+        fix="pass the tensor to the block as an argument",
+    )
 
 
 def _trace_joint(
-    recorder: BlockTracing, fn: Callable, name: str, treedef: Any, leaves: list[Any], tensors: list[Tensor],
-    needs_grad: tuple[bool, ...], lifted: list[Tensor], pending: list[Tensor],
-) -> tuple[BlockGraph, Any, list[Any]]:  # fmt: skip
+    recorder: BlockTracing,
+    fn: Callable,
+    name: str,
+    treedef: Any,
+    leaves: list[Any],
+    tensors: list[Tensor],
+    needs_grad: tuple[bool, ...],
+    lifted: list[Tensor],
+    pending: list[Tensor],
+) -> tuple[BlockGraph, Any, list[Any]]:
     flags = [*needs_grad, *(torch.is_grad_enabled() and x.requires_grad for x in lifted)]
     outer = recorder.tracer
     recorder.tracer = None
@@ -228,7 +259,9 @@ def _trace_joint(
         recorder.phase = "F"
         xs = [x.detach().requires_grad_() if flag else x for x, flag in zip(flat, flags, strict=True)]
         own = iter(xs)
-        args, kwargs = tree.unflatten(treedef, [next(own) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        args, kwargs = tree.unflatten(
+            treedef, [next(own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        )
         scope = random.use(xs[num_leaves]) if num_leaves < len(tensors) else contextlib.nullcontext()
         swap = _Substitute({id(old): new for old, new in zip(lifted, xs[len(tensors) :], strict=True)})
         with torch.enable_grad(), scope, swap if lifted else contextlib.nullcontext():
@@ -283,10 +316,16 @@ class _BlockCall(torch.autograd.Function):
         for i in graph.tangent_outputs:
             value = graph.outputs[i]
             grad = grads[i]
-            tangents.append(torch.zeros(value.shape, dtype=value.dtype, device=token.device) if grad is None else grad)
+            tangents.append(
+                torch.zeros(value.shape, dtype=value.dtype, device=token.device) if grad is None else grad
+            )
         args = (xs, token, tangents, ctx.block.index)
         found = iter(ctx.recorder.emit(_OPS.call_backward.default, args, graph.grads))
-        return (None, None, *(next(found) if i in graph.grad_inputs else None for i in range(graph.num_inputs)))
+        return (
+            None,
+            None,
+            *(next(found) if i in graph.grad_inputs else None for i in range(graph.num_inputs)),
+        )
 
 
 # ---------------------------------------------------------------- the opaque ops
@@ -331,7 +370,9 @@ def _map_fake(leaves: list[Tensor], shared: list[Tensor], index: int) -> list[Te
 
 
 _opaque("call(Tensor[] xs, int block) -> Tensor[]", _call_fake)
-_opaque("call_backward(Tensor[] xs, Tensor token, Tensor[] tangents, int block) -> Tensor[]", _call_backward_fake)
+_opaque(
+    "call_backward(Tensor[] xs, Tensor token, Tensor[] tangents, int block) -> Tensor[]", _call_backward_fake
+)
 _opaque("map(Tensor[] leaves, Tensor[] shared, int index) -> Tensor[]", _map_fake)
 _opaque(
     "mark_grads(Tensor[] grads, Tensor[] leaves, str[] paths) -> Tensor[]",

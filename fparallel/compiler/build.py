@@ -46,7 +46,7 @@ class Lowered:
 
 
 def group(items: Sequence[Item]) -> list[list[Op] | Comm | Call]:
-    """Collectives and calls in order, and between them lists of ops; an op waits for no collective that it can precede."""
+    """Collectives and calls in order, between them lists of ops; an op precedes the collectives that it can."""
     groups: list[list[Op] | Comm | Call] = []
     pending: list[Op] = []
     made: set[Local] = set()
@@ -67,7 +67,14 @@ def group(items: Sequence[Item]) -> list[list[Op] | Comm | Call]:
 
 def retake_views(groups: list[list[Op] | Comm | Call]) -> list[list[Op] | Comm | Call]:
     """A segment that reads a view made in an earlier one takes it again of its base: views are not buffers."""
-    views = {out: op for step in groups if isinstance(step, list) for op in step if whole_view(op) for out in op.outs}
+    views = {
+        out: op
+        for step in groups
+        if isinstance(step, list)
+        for op in step
+        if whole_view(op)
+        for out in op.outs
+    }
     result: list[list[Op] | Comm | Call] = []
     for step in groups:
         if not isinstance(step, list):
@@ -77,14 +84,28 @@ def retake_views(groups: list[list[Op] | Comm | Call]) -> list[list[Op] | Comm |
         again: dict[Local, Local] = {}
         ops: list[Op] = []
 
-        def fetch(value: Local, own: set = own, again: dict = again, ops: list = ops) -> Local:
+        def fetch(
+            value: Local, own: set = own, again: dict = again, ops: list = ops, phase: str = step[0].phase
+        ) -> Local:
             if value in again:
                 return again[value]
             op = views.get(value)
             if op is None or value in own:
                 return value
-            again[value] = Local(value.dtype, value.layout, value.name, pinned=value.pinned, static=value.static)
-            ops.append(Op(op.target, map_locals(fetch, op.args), op.kwargs, [again[value]], op.source, step[0].phase, True))
+            again[value] = Local(
+                value.dtype, value.layout, value.name, pinned=value.pinned, static=value.static
+            )
+            ops.append(
+                Op(
+                    op.target,
+                    map_locals(fetch, op.args),
+                    op.kwargs,
+                    [again[value]],
+                    op.source,
+                    phase,
+                    True,
+                )
+            )
             return again[value]
 
         for op in step:
@@ -123,7 +144,12 @@ class Builder:
             if not isinstance(step, list):
                 plan.steps.append(step)
                 continue
-            outs = [out for op in step for out in op.outs if out is not None and (out in wanted or readers.get(out, set()) - {i})]
+            outs = [
+                out
+                for op in step
+                for out in op.outs
+                if out is not None and (out in wanted or readers.get(out, set()) - {i})
+            ]
             if outs:
                 plan.steps.append(self.piece(drop_dead(step, outs), outs, label))
         return plan
@@ -145,10 +171,15 @@ class Builder:
             def ref(arg: Any) -> Any:
                 return map_locals(lambda value: Ref(index[value]), arg)
 
-            local_ops.append(LocalOp(
-                op.target, tuple(ref(a) for a in op.args), tuple(None if o is None else index[o] for o in op.outs),
-                tuple((k, ref(v)) for k, v in op.kwargs.items()), op.source,
-            ))  # fmt: skip
+            local_ops.append(
+                LocalOp(
+                    op.target,
+                    tuple(ref(a) for a in op.args),
+                    tuple(None if o is None else index[o] for o in op.outs),
+                    tuple((k, ref(v)) for k, v in op.kwargs.items()),
+                    op.source,
+                )
+            )
         results, taken = [], set(ins)
         for out in outs:
             if root[out] in taken:
@@ -160,17 +191,25 @@ class Builder:
                 results.append(index[out])
         number = self.counts.setdefault(label, itertools.count())
         segment = Segment(
-            f"{label}.{next(number)}", tuple((v.dtype, v.layout) for v in ins), tuple((v.dtype, v.layout) for v in outs),
-            tuple(local_ops), tuple(results), sum(op.flops for op in ops),
-        )  # fmt: skip
+            f"{label}.{next(number)}",
+            tuple((v.dtype, v.layout) for v in ins),
+            tuple((v.dtype, v.layout) for v in outs),
+            tuple(local_ops),
+            tuple(results),
+            sum(op.flops for op in ops),
+        )
         self.segments[segment.name] = segment
         return Piece(segment, ins, outs)
 
     def find_unread(self, call: Call) -> None:
         """What a call does not read need not be gathered for it."""
         parts = self.template(call.block)[0]
-        items, results = (parts.backward, call.block.grads) if call.backward else (parts.forward, call.block.outputs)
-        read = {value for item in items for value in item.inputs}.union(results, () if call.backward else parts.residuals)
+        items, results = (
+            (parts.backward, call.block.grads) if call.backward else (parts.forward, call.block.outputs)
+        )
+        read = {value for item in items for value in item.inputs}.union(
+            results, () if call.backward else parts.residuals
+        )
         formal = call.block.inputs + (call.block.tangents if call.backward else [])
         call.unread = frozenset(i for i, value in enumerate(formal) if value not in read)
 
@@ -178,7 +217,9 @@ class Builder:
         key = id(template)
         if key not in self.templates:
             parts = split(template)
-            forward = self.plan(parts.forward, [*template.outputs, *parts.residuals], f"F.{template.name}{template.index}")
+            forward = self.plan(
+                parts.forward, [*template.outputs, *parts.residuals], f"F.{template.name}{template.index}"
+            )
             backward = self.plan(parts.backward, template.grads, f"B.{template.name}{template.index}")
             self.templates[key] = (parts, forward, backward)
         return self.templates[key]
@@ -205,7 +246,11 @@ class Builder:
                 return names[local]
             if local in self.names:
                 return self.names[local]
-            base = f"{prefix}.{local.name}" if local.name and prefix else local.name or f"{prefix or 't'}.{len(names)}"
+            base = (
+                f"{prefix}.{local.name}"
+                if local.name and prefix
+                else local.name or f"{prefix or 't'}.{len(names)}"
+            )
             fresh = base
             for i in itertools.count(1):
                 if fresh not in self.buffers:
@@ -222,9 +267,17 @@ class Builder:
                 self.instrs.append(Run(step.segment.name, ins, outs, label or step.segment.name))
             elif isinstance(step, Comm):
                 src = name(step.src)
-                self.instrs.append(Collective(
-                    step.kind, step.axes, (src,), (name(step.dst),), step.reduce, step.cause, step.source,
-                ))  # fmt: skip
+                self.instrs.append(
+                    Collective(
+                        step.kind,
+                        step.axes,
+                        (src,),
+                        (name(step.dst),),
+                        step.reduce,
+                        step.cause,
+                        step.source,
+                    )
+                )
             else:
                 self.call(step, name)
 
@@ -269,14 +322,20 @@ class Builder:
         key = f"copy.{self.buffers[src].dtype}.{local.layout}"
         if key not in self.segments:
             value = (local.dtype, local.layout)
-            self.segments[key] = Segment(key, (value,), (value,), (LocalOp("local.own", (Ref(0),), (1,)),), (1,))
+            self.segments[key] = Segment(
+                key, (value,), (value,), (LocalOp("local.own", (Ref(0),), (1,)),), (1,)
+            )
         self.instrs.append(Run(key, (src,), (dst,), label))
 
 
 def build(
-    context: Context, items: Sequence[Item], arguments: Sequence[Local], results: Sequence[Local], donated: Sequence[bool],
+    context: Context,
+    items: Sequence[Item],
+    arguments: Sequence[Local],
+    results: Sequence[Local],
+    donated: Sequence[bool],
     same_place: Sequence[int | None],
-) -> Lowered:  # fmt: skip
+) -> Lowered:
     """The schedule of a partitioned program, with no waits and frees yet (the passes add them).
 
     Args:
@@ -327,9 +386,13 @@ def _results(builder: Builder, results: Sequence[Local]) -> list[str]:
 
 
 def _inplace(
-    instrs: Sequence[Instr], buffers: dict[str, Buffer], arguments: Sequence[str], results: Sequence[str],
-    donated: frozenset[str], same_place: Sequence[int | None],
-) -> list[Instr]:  # fmt: skip
+    instrs: Sequence[Instr],
+    buffers: dict[str, Buffer],
+    arguments: Sequence[str],
+    results: Sequence[str],
+    donated: frozenset[str],
+    same_place: Sequence[int | None],
+) -> list[Instr]:
     """Lets a result take over the memory of the donated argument that it replaces, where nothing reads that later."""
     returned = set(results)
     last_read: dict[str, int] = {}
@@ -351,10 +414,14 @@ def _inplace(
         if at not in positions:
             positions[at] = tuple({n: k for k, n in enumerate(names)} for names in (instr.outs, instr.ins))  # type: ignore[assignment]
         outs, ins = positions[at]
-        if buffers[argument].dtype != buffers[result].dtype or not same(buffers[argument].layout, buffers[result].layout):
+        if buffers[argument].dtype != buffers[result].dtype or not same(
+            buffers[argument].layout, buffers[result].layout
+        ):
             continue
         pairs.setdefault(at, []).append((outs[result], ins[argument]))
     return [
-        Run(instr.segment, instr.ins, instr.outs, instr.label, tuple(pairs[i]), instr.cause) if i in pairs else instr
+        Run(instr.segment, instr.ins, instr.outs, instr.label, tuple(pairs[i]), instr.cause)
+        if i in pairs
+        else instr
         for i, instr in enumerate(instrs)
-    ]  # fmt: skip
+    ]

@@ -24,7 +24,9 @@ class Value:
 
     __slots__ = ("dtype", "id", "name", "node", "num_uses", "shape")
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, name: str = "", node: Node | None = None) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, name: str = "", node: Node | None = None
+    ) -> None:
         self.id = next(_ids)
         self.shape = shape
         self.dtype = dtype
@@ -55,7 +57,14 @@ class Node:
     __slots__ = ("_inputs", "args", "kwargs", "op", "outs", "phase", "source", "target")
 
     def __init__(
-        self, target: str, op: Any, args: tuple, kwargs: dict[str, Any], outs: list[Value], source: str, phase: str
+        self,
+        target: str,
+        op: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        outs: list[Value],
+        source: str,
+        phase: str,
     ) -> None:
         self.target = target
         self.op = op
@@ -74,7 +83,8 @@ class Node:
         return self._inputs[2]
 
     def __str__(self) -> str:
-        return f"{', '.join(map(str, self.outs))} = {self.target}({', '.join(map(_text, self.args))})  # {self.phase} {self.source}"
+        outs, args = ", ".join(map(str, self.outs)), ", ".join(map(_text, self.args))
+        return f"{outs} = {self.target}({args})  # {self.phase} {self.source}"
 
     __repr__ = __str__
 
@@ -154,7 +164,9 @@ class Graph:
         kept = []
         for node in self.nodes:
             if any(value in same for value in node.inputs):
-                node.args, node.kwargs = (map_values(lambda v: same.get(v, v), arg) for arg in (node.args, node.kwargs))
+                node.args, node.kwargs = (
+                    map_values(lambda v: same.get(v, v), arg) for arg in (node.args, node.kwargs)
+                )
             if _is_view(node):
                 key = (node.target, node.phase, _frozen(node.args), _frozen(node.kwargs))
                 first = seen.setdefault(key, node.outs[0])
@@ -262,5 +274,9 @@ class Program:
     def __str__(self) -> str:
         parts = [f"step\n{self.graph}"]
         parts += [f"block {i} {block.name}\n{block.graph}" for i, block in enumerate(self.blocks)]
-        parts += [f"map {i} {m.name} body {k}\n{body}" for i, m in enumerate(self.maps) for k, body in enumerate(m.bodies)]
+        parts += [
+            f"map {i} {m.name} body {k}\n{body}"
+            for i, m in enumerate(self.maps)
+            for k, body in enumerate(m.bodies)
+        ]
         return "\n\n".join(parts)

@@ -25,7 +25,15 @@ class Local:
 
     __slots__ = ("dtype", "id", "layout", "name", "pinned", "static")
 
-    def __init__(self, dtype: torch.dtype, layout: Layout, name: str = "", *, pinned: bool = False, static: bool = False) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        layout: Layout,
+        name: str = "",
+        *,
+        pinned: bool = False,
+        static: bool = False,
+    ) -> None:
         self.id = next(_ids)
         self.dtype = dtype
         self.layout = layout
@@ -39,7 +47,7 @@ class Local:
 
 @dataclass(eq=False)
 class Op:
-    """A local op; `args` hold Locals, symbols and constants. `view`: the result may share the first operand's memory."""
+    """A local op; `args` hold Locals, symbols and constants. `view`: it may share the first operand's memory."""
 
     target: str
     args: tuple[Any, ...]

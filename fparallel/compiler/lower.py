@@ -32,9 +32,15 @@ class LoweredProgram:
 
 
 def lower_program(
-    program: Program, mesh: Mesh, inputs: Sequence[LeafPlan], wanted: Sequence[Layout | None], names: Sequence[str],
-    donated: Sequence[bool], same_place: Sequence[int | None], constrain: Callable[[Any, tuple[int, ...]], Layout],
-) -> LoweredProgram:  # fmt: skip
+    program: Program,
+    mesh: Mesh,
+    inputs: Sequence[LeafPlan],
+    wanted: Sequence[Layout | None],
+    names: Sequence[str],
+    donated: Sequence[bool],
+    same_place: Sequence[int | None],
+    constrain: Callable[[Any, tuple[int, ...]], Layout],
+) -> LoweredProgram:
     """Lowers a program whose inputs lie as planned.
 
     Args:
@@ -48,9 +54,10 @@ def lower_program(
     graph = program.graph
     constraint_layouts = [
         constrain(program.constraints[node.args[1]], node.args[0].shape)
-        for g in [graph, *(block.graph for block in program.blocks)] for node in g.nodes
+        for g in [graph, *(block.graph for block in program.blocks)]
+        for node in g.nodes
         if node.target == "fparallel.constrain.default"
-    ]  # fmt: skip
+    ]
     fixed = [layout for plan in inputs for layout in (plan.storage, plan.compute, plan.gradient)]
     atoms = mesh_atoms(mesh, {*fixed, *(w for w in wanted if w is not None), *constraint_layouts})
 
@@ -84,7 +91,9 @@ def lower_program(
         return None
 
     roles.gradient_by_path = by_path
-    restate_static(graph, {value for value, plan in zip(graph.inputs, inputs, strict=True) if plan.role == "params"})
+    restate_static(
+        graph, {value for value, plan in zip(graph.inputs, inputs, strict=True) if plan.role == "params"}
+    )
     partitioner.hints.update(gradient_hints(graph, _gradient_wishes(graph, inputs, atomic)))
     partitioner.run(graph)
     results = [
@@ -92,16 +101,18 @@ def lower_program(
         for value, layout, name in zip(graph.outputs, wanted, names, strict=True)
     ]
     built = build(context, partitioner.items, arguments, results, donated, same_place)
-    return LoweredProgram(built.schedule, built.constants, [local.layout for local in results], context.decisions)
+    return LoweredProgram(
+        built.schedule, built.constants, [local.layout for local in results], context.decisions
+    )
 
 
 def restate_static(graph: Graph, params: set[Value]) -> None:
     """The backward makes views and casts of parameters again, so that a forward's gathered weight need not live on.
 
-        t = transpose(w)  # F                  t = transpose(w)   # F
-        y = x @ t         # F                  y = x @ t          # F
-        dx = dy @ t.T     # B                  t2 = transpose(w)  # B
-                                               dx = dy @ t2.T     # B
+    t = transpose(w)  # F                  t = transpose(w)   # F
+    y = x @ t         # F                  y = x @ t          # F
+    dx = dy @ t.T     # B                  t2 = transpose(w)  # B
+                                           dx = dy @ t2.T     # B
     """
     maker: dict[Value, Node] = {}
     static = set(params)
@@ -113,7 +124,9 @@ def restate_static(graph: Graph, params: set[Value]) -> None:
         if node is None:
             return value
         if value not in again:
-            copy = Node(node.target, node.op, map_values(restate, node.args), node.kwargs, [], node.source, "B")
+            copy = Node(
+                node.target, node.op, map_values(restate, node.args), node.kwargs, [], node.source, "B"
+            )
             again[value] = Value(value.shape, value.dtype, value.name, copy)
             copy.outs = [again[value]]
             nodes.append(copy)
@@ -132,7 +145,9 @@ def restate_static(graph: Graph, params: set[Value]) -> None:
     graph.drop_dead()
 
 
-def _gradient_wishes(graph: Any, inputs: Sequence[LeafPlan], atomic: Callable[[Layout], Layout]) -> dict[Value, Layout]:
+def _gradient_wishes(
+    graph: Any, inputs: Sequence[LeafPlan], atomic: Callable[[Layout], Layout]
+) -> dict[Value, Layout]:
     """Inside autograd a parameter's cotangent is best laid out as the parameter is computed with."""
     compute = {value: atomic(plan.compute) for value, plan in zip(graph.inputs, inputs, strict=True)}
     wishes: dict[Value, Layout] = {}

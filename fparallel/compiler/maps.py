@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def fuse_maps(program: Program) -> None:
     """Joins a map with the map that reads its results, so that one pass over each leaf does both.
 
-        u = map scale(g; c)            u, m' = map scale+adam(g, m; c, b)
-        v, m' = map adam(u, m; b)
+    u = map scale(g; c)            u, m' = map scale+adam(g, m; c, b)
+    v, m' = map adam(u, m; b)
     """
     graph = program.graph
     changed = True
@@ -80,16 +80,23 @@ def _fusible(
     return None
 
 
-def _fuse(program: Program, earlier: Node, later: Node, readers: dict[Value, list[int]], position: dict[int, int]) -> None:
+def _fuse(
+    program: Program, earlier: Node, later: Node, readers: dict[Value, list[int]], position: dict[int, int]
+) -> None:
     a: MapGraph = program.maps[earlier.args[2]]
     b: MapGraph = program.maps[later.args[2]]
-    a_columns, a_results, b_columns = _columns(program, earlier), _results(program, earlier), _columns(program, later)
+    a_columns, a_results, b_columns = (
+        _columns(program, earlier),
+        _results(program, earlier),
+        _columns(program, later),
+    )
     outputs = set(program.graph.outputs)
     here = position[id(later)]
     kept = [
-        k for k, column in enumerate(a_results)
+        k
+        for k, column in enumerate(a_results)
         if any(out in outputs or any(r != here for r in readers.get(out, ())) for out in column)
-    ]  # fmt: skip
+    ]
     columns = list(a_columns)
     source: list[tuple[str, int]] = []
     for column in b_columns:
@@ -109,15 +116,28 @@ def _fuse(program: Program, earlier: Node, later: Node, readers: dict[Value, lis
     body_of = [bodies[pair] for pair in zip(a.body_of, b.body_of, strict=True)]
     stages, in_roles, out_roles = _joined_stages(a, b, source, kept)
     record = MapGraph(
-        f"{a.name}+{b.name}", graphs, body_of, len(columns), len(kept) + b.num_outs, stages, in_roles, out_roles
+        f"{a.name}+{b.name}",
+        graphs,
+        body_of,
+        len(columns),
+        len(kept) + b.num_outs,
+        stages,
+        in_roles,
+        out_roles,
     )
     program.maps.append(record)
     outs = [out for k in kept for out in a_results[k]] + later.outs
-    args = ([v for column in columns for v in column], [*earlier.args[1], *later.args[1]], len(program.maps) - 1)
+    args = (
+        [v for column in columns for v in column],
+        [*earlier.args[1], *later.args[1]],
+        len(program.maps) - 1,
+    )
     fused = Node(MAP, later.op, args, {}, outs, later.source, later.phase)
     for out in outs:
         out.node = fused
-    program.graph.nodes = [fused if node is later else node for node in program.graph.nodes if node is not earlier]
+    program.graph.nodes = [
+        fused if node is later else node for node in program.graph.nodes if node is not earlier
+    ]
 
 
 def _joined_stages(
@@ -163,9 +183,15 @@ def adamw_kernel(record: MapGraph) -> AdamW | None:
 
 
 def _join(
-    a: MapGraph, b: MapGraph, pair: tuple[int, int], columns: list[list[Value]], source: list[tuple[str, int]],
-    kept: list[int], a_shared: int, b_shared: int,
-) -> Graph:  # fmt: skip
+    a: MapGraph,
+    b: MapGraph,
+    pair: tuple[int, int],
+    columns: list[list[Value]],
+    source: list[tuple[str, int]],
+    kept: list[int],
+    a_shared: int,
+    b_shared: int,
+) -> Graph:
     first, second = clone_graph(a.bodies[pair[0]]), clone_graph(b.bodies[pair[1]])
     leaves = list(first.inputs[: a.num_trees])
     substitute: dict[Value, Value] = {}
@@ -250,7 +276,15 @@ def _inline(p: Partitioner, graph: Graph, inputs: list[Value], outs: list[Value]
         p.env[outer] = p.env[inner]
 
 
-def _emit_row(p: Partitioner, node: Node, name: str, body: Graph, row: list[Value], shared: list[Value], outs: list[Value]) -> None:
+def _emit_row(
+    p: Partitioner,
+    node: Node,
+    name: str,
+    body: Graph,
+    row: list[Value],
+    shared: list[Value],
+    outs: list[Value],
+) -> None:
     shape = row[0].shape
     dims = tuple((d,) for d in range(len(shape)))
     rule = Rule(list(shape), [dims] * len(row) + [()] * len(shared), [dims] * len(outs), elementwise=True)
@@ -262,7 +296,9 @@ def _emit_row(p: Partitioner, node: Node, name: str, body: Graph, row: list[Valu
         choice = propagate.choose(rule, operands, float(sum(out.nbytes for out in outs)))
         p.context.map_choices[key] = choice
     locals_ = [
-        p.get(value, layout, cause=f"{name} works where its operands lie", source=node.source, phase=node.phase)
+        p.get(
+            value, layout, cause=f"{name} works where its operands lie", source=node.source, phase=node.phase
+        )
         for value, layout in zip([*row, *shared], choice.ins, strict=True)
     ]
     made = [Local(out.dtype, layout) for out, layout in zip(outs, choice.outs, strict=True)]
@@ -287,10 +323,19 @@ def _elementwise_name(p: Partitioner, record: MapGraph, body: Graph) -> str | No
             return None
     segment = _body_segment(record.name, body)
     name = f"{record.name}.{segment.fingerprint[:6]}"
-    p.context.map_bodies.setdefault(name, Segment(
-        name, segment.inputs, segment.outputs, segment.ops, segment.results, segment.flops, segment.fingerprint,
-        adamw_kernel(record),
-    ))  # fmt: skip
+    p.context.map_bodies.setdefault(
+        name,
+        Segment(
+            name,
+            segment.inputs,
+            segment.outputs,
+            segment.ops,
+            segment.results,
+            segment.flops,
+            segment.fingerprint,
+            adamw_kernel(record),
+        ),
+    )
     return name
 
 
@@ -312,16 +357,35 @@ def _body_segment(name: str, body: Graph) -> Segment:
         outs = tuple(index[out] for out in node.outs)
         if rule.factory:
             out = node.outs[0]
-            args: tuple[Any, ...] = (leaf if out.shape == shape else Ref(next(iter(index.values()))), fill_value(node))
+            args: tuple[Any, ...] = (
+                leaf if out.shape == shape else Ref(next(iter(index.values()))),
+                fill_value(node),
+            )
             if out.shape == shape:
-                ops.append(LocalOp("aten.full_like.default", args, outs, (("dtype", out.dtype),), node.source))
+                ops.append(
+                    LocalOp("aten.full_like.default", args, outs, (("dtype", out.dtype),), node.source)
+                )
                 continue
             device = str(node.kwargs.get("device") or "cpu")
-            ops.append(LocalOp("aten.full.default", ([], fill_value(node)), outs, (("dtype", out.dtype), ("device", device)), node.source))
+            ops.append(
+                LocalOp(
+                    "aten.full.default",
+                    ([], fill_value(node)),
+                    outs,
+                    (("dtype", out.dtype), ("device", device)),
+                    node.source,
+                )
+            )
             continue
         kwargs = tuple((k, ref(v)) for k, v in node.kwargs.items())
         ops.append(LocalOp(node.target, tuple(ref(a) for a in node.args), outs, kwargs, node.source))
     signature = tuple((v.dtype, Layout.replicated(v.shape)) for v in body.inputs)
     results = tuple((v.dtype, Layout.replicated(v.shape)) for v in body.outputs)
-    return Segment(name, signature, results, tuple(ops), tuple(index[v] for v in body.outputs), len(ops) * body.inputs[0].numel)
-
+    return Segment(
+        name,
+        signature,
+        results,
+        tuple(ops),
+        tuple(index[v] for v in body.outputs),
+        len(ops) * body.inputs[0].numel,
+    )

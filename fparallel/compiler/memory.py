@@ -55,7 +55,9 @@ def split(template: Template) -> Split:
         if item is None or id(item) not in in_forward:
             again[value] = value
             return value
-        remade = isinstance(item, Op) and (whole_view(item) or all(x.static for x in item.outs if x is not None))
+        remade = isinstance(item, Op) and (
+            whole_view(item) or all(x.static for x in item.outs if x is not None)
+        )
         if value in outputs and not remade:
             again[value] = value
             return value
@@ -87,16 +89,28 @@ def split(template: Template) -> Split:
 
 def _copy(item: Op | Comm, fetch: object) -> Op | Comm:
     def fresh(out: Local | None) -> Local | None:
-        return None if out is None else Local(out.dtype, out.layout, out.name, pinned=out.pinned, static=out.static)
+        return (
+            None
+            if out is None
+            else Local(out.dtype, out.layout, out.name, pinned=out.pinned, static=out.static)
+        )
 
     if isinstance(item, Comm):
         dst = fresh(item.dst)
         assert dst is not None
-        return Comm(item.kind, item.axes, fetch(item.src), dst, item.reduce, item.cause + ", again", item.source, "B")
+        return Comm(
+            item.kind, item.axes, fetch(item.src), dst, item.reduce, item.cause + ", again", item.source, "B"
+        )
     return Op(
-        item.target, map_locals(fetch, item.args), map_locals(fetch, item.kwargs), [fresh(out) for out in item.outs],
-        item.source, "B", item.view, item.flops,
-    )  # fmt: skip
+        item.target,
+        map_locals(fetch, item.args),
+        map_locals(fetch, item.kwargs),
+        [fresh(out) for out in item.outs],
+        item.source,
+        "B",
+        item.view,
+        item.flops,
+    )
 
 
 def _replace_inputs(item: Item, fetch: object) -> None:

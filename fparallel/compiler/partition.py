@@ -10,7 +10,20 @@ import torch
 
 from fparallel.compiler import propagate
 from fparallel.compiler.expand import expand_node
-from fparallel.compiler.graph import CALL, CALL_BACKWARD, CONSTRAIN, MAP, MARK_GRADS, SUM_SQUARES, BlockGraph, Graph, Node, Program, Value, map_values
+from fparallel.compiler.graph import (
+    CALL,
+    CALL_BACKWARD,
+    CONSTRAIN,
+    MAP,
+    MARK_GRADS,
+    SUM_SQUARES,
+    BlockGraph,
+    Graph,
+    Node,
+    Program,
+    Value,
+    map_values,
+)
 from fparallel.compiler.local import Call, Comm, Item, Local, Op, Saved, drop_dead
 from fparallel.compiler.maps import lower_map
 from fparallel.compiler.propagate import Choice, Operand
@@ -63,7 +76,13 @@ class Roles:
 class Context:
     """What all partitioners of one lowering share."""
 
-    def __init__(self, mesh: Mesh, atoms: Mapping[str, tuple[Axis, ...]], program: Program, constrain: Callable[[Any, tuple[int, ...]], Layout]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        atoms: Mapping[str, tuple[Axis, ...]],
+        program: Program,
+        constrain: Callable[[Any, tuple[int, ...]], Layout],
+    ) -> None:
         self.mesh = mesh
         self.atoms = atoms
         self.program = program
@@ -79,7 +98,9 @@ class Context:
         for local, known in self.constants.items():
             if known is tensor:
                 return local
-        local = Local(tensor.dtype, Layout.replicated(tensor.shape), f"const.{len(self.constants)}", static=True)
+        local = Local(
+            tensor.dtype, Layout.replicated(tensor.shape), f"const.{len(self.constants)}", static=True
+        )
         self.constants[local] = tensor
         return local
 
@@ -134,7 +155,9 @@ class Partitioner:
                 self.env[out] = Lazy(node, rule)
             return
         out_bytes = float(sum(out.nbytes for out in node.outs))
-        choice = propagate.choose(rule, self._operands(node), out_bytes, [self.hints.get(out) for out in node.outs])
+        choice = propagate.choose(
+            rule, self._operands(node), out_bytes, [self.hints.get(out) for out in node.outs]
+        )
         if choice.expand is not None:
             self._inline(node, expand_node(node, choice.expand, self.context.mesh.device))
             return
@@ -142,12 +165,17 @@ class Partitioner:
 
     def _is_lazy(self, node: Node, rule: Rule) -> bool:
         if rule.factory and not any(out.shape == () for out in node.outs):
-            return node.target != "fparallel.random.default" or isinstance(self.env.get(node.args[0]), (list, Lazy))
+            return node.target != "fparallel.random.default" or isinstance(
+                self.env.get(node.args[0]), (list, Lazy)
+            )
         if not node.inputs or all(out.shape == () for out in node.outs):
             return False
-        return (rule.elementwise or rule.view) and len(node.outs) == 1 and all(
-            isinstance(self.env.get(value), Lazy) or value.shape == () for value in node.inputs
-        ) and any(isinstance(self.env.get(value), Lazy) for value in node.inputs)
+        return (
+            (rule.elementwise or rule.view)
+            and len(node.outs) == 1
+            and all(isinstance(self.env.get(value), Lazy) or value.shape == () for value in node.inputs)
+            and any(isinstance(self.env.get(value), Lazy) for value in node.inputs)
+        )
 
     def _operands(self, node: Node) -> list[Operand]:
         result = []
@@ -176,7 +204,9 @@ class Partitioner:
     def _emit(self, node: Node, rule: Rule, choice: Choice) -> None:
         values = node.inputs
         locals_ = [
-            self.get(value, layout, cause=f"{_short(node)} wants it {layout}", source=node.source, phase=node.phase)
+            self.get(
+                value, layout, cause=f"{_short(node)} wants it {layout}", source=node.source, phase=node.phase
+            )
             for value, layout in zip(values, choice.ins, strict=True)
         ]
         placed = Placed(node, choice.ins, choice.outs, choice.axes)
@@ -185,16 +215,25 @@ class Partitioner:
         static = all(x.static for x in locals_)
         pinned = bool(locals_) and locals_[0].pinned and (rule.view or node.target == "aten._to_copy.default")
         outs = [
-            Local(out.dtype, layout, pinned=pinned, static=static) for out, layout in zip(node.outs, choice.outs, strict=True)
+            Local(out.dtype, layout, pinned=pinned, static=static)
+            for out, layout in zip(node.outs, choice.outs, strict=True)
         ]
         flops = rule.flops
         for axes in choice.axes:
             for axis in axes:
                 flops = -(-flops // axis.size)
-        self.items.append(Op(
-            target, map_values(by_value.__getitem__, args), map_values(by_value.__getitem__, kwargs), list(outs),
-            node.source, node.phase, rule.view, flops,
-        ))  # fmt: skip
+        self.items.append(
+            Op(
+                target,
+                map_values(by_value.__getitem__, args),
+                map_values(by_value.__getitem__, kwargs),
+                list(outs),
+                node.source,
+                node.phase,
+                rule.view,
+                flops,
+            )
+        )
         for value, out in zip(node.outs, outs, strict=True):
             self.env[value] = [out]
 
@@ -217,7 +256,9 @@ class Partitioner:
                 )
         whole = [Layout.replicated(v.shape) for v in node.inputs]
         outs = [Layout.replicated(v.shape) for v in node.outs]
-        self._emit(node, Rule([], [], []), Choice(tuple(whole), tuple(outs), (), None, "no rule: runs replicated"))
+        self._emit(
+            node, Rule([], [], []), Choice(tuple(whole), tuple(outs), (), None, "no rule: runs replicated")
+        )
 
     def _inline(self, node: Node, graph: Graph) -> None:
         for inner, outer in zip(graph.inputs, node.inputs, strict=True):
@@ -249,8 +290,17 @@ class Partitioner:
         entry.append(result)
         return result
 
-    def _parameter(self, value: Value, entry: list[Local], compute: Layout, layout: Layout, cause: str, source: str, phase: str) -> Local:
-        """A parameter at rest in another layout than it is computed with: gathered once per phase, never kept between."""
+    def _parameter(
+        self,
+        value: Value,
+        entry: list[Local],
+        compute: Layout,
+        layout: Layout,
+        cause: str,
+        source: str,
+        phase: str,
+    ) -> Local:
+        """A parameter at rest in another layout than it computes in: gathered once per phase, never kept between."""
         key = (value, phase)
         if key not in self.gathered:
             full = self.reshard(entry[0], compute, cause="storage -> compute", source=source, phase=phase)
@@ -270,19 +320,35 @@ class Partitioner:
         for step in steps:
             nxt = Local(src.dtype, step.dst, pinned=now.pinned, static=now.static)
             if step.kind == "slice":
-                self.items.append(Op("local.narrow", (now, Narrowing(step.src, step.dst)), {}, [nxt], source, phase, view=True))
+                self.items.append(
+                    Op(
+                        "local.narrow",
+                        (now, Narrowing(step.src, step.dst)),
+                        {},
+                        [nxt],
+                        source,
+                        phase,
+                        view=True,
+                    )
+                )
             elif step.kind == "mask":
-                self.items.append(Op("local.keep_on_first", (now, IsFirst(step.axes)), {}, [nxt], source, phase, view=True))
+                self.items.append(
+                    Op("local.keep_on_first", (now, IsFirst(step.axes)), {}, [nxt], source, phase, view=True)
+                )
             else:
                 self.items.append(Comm(step.kind, step.axes, now, nxt, step.reduce, cause, source, phase))
             now = nxt
         moved = cost(src.layout, layout, src.dtype.itemsize)
         if moved:
             kinds = tuple(step.kind for step in steps)
-            self.context.decisions.append(Decision(src.name, src.layout, layout, src.dtype, moved, cause, source, kinds))
+            self.context.decisions.append(
+                Decision(src.name, src.layout, layout, src.dtype, moved, cause, source, kinds)
+            )
         return now
 
-    def _materialize(self, value: Value, lazy: Lazy, layout: Layout, cause: str, source: str, phase: str) -> Local:
+    def _materialize(
+        self, value: Value, lazy: Lazy, layout: Layout, cause: str, source: str, phase: str
+    ) -> Local:
         """Makes a lazy value in the wanted layout, its operands likewise; whole and cut where its rule cannot."""
         node, rule = lazy.node, lazy.rule
         value = node.outs[0]
@@ -328,7 +394,9 @@ class Partitioner:
         self.in_update = True
         entry = self.env[value]
         if layout is None:
-            layout = Layout.replicated(value.shape) if isinstance(entry, Lazy) else Layout(entry[0].layout.dims)
+            layout = (
+                Layout.replicated(value.shape) if isinstance(entry, Lazy) else Layout(entry[0].layout.dims)
+            )
         return self.get(value, layout, cause=f"output {name}", phase="U")
 
 
@@ -346,7 +414,9 @@ def _mark_grads(p: Partitioner, node: Node) -> None:
         layout = p.roles.gradient.get(leaf) or p.roles.gradient_by_path(path, leaf.shape)
         if layout is None:
             entry = p.env[leaf]
-            layout = Layout.replicated(leaf.shape) if isinstance(entry, Lazy) else Layout(entry[0].layout.dims)
+            layout = (
+                Layout.replicated(leaf.shape) if isinstance(entry, Lazy) else Layout(entry[0].layout.dims)
+            )
         made = p.get(grad, layout, cause=f"gradient of {path}", source=node.source, phase="B")
         p.env[out] = [made]
 
@@ -364,7 +434,11 @@ def _sum_squares(p: Partitioner, node: Node) -> None:
     locals_ = []
     for value in leaves:
         entry = p.env[value]
-        layout = Layout.replicated(value.shape) if isinstance(entry, Lazy) else Layout(p._versions(value)[0].layout.dims)
+        layout = (
+            Layout.replicated(value.shape)
+            if isinstance(entry, Lazy)
+            else Layout(p._versions(value)[0].layout.dims)
+        )
         locals_.append(p.get(value, layout, cause="sum of squares", source=node.source, phase=node.phase))
     atoms = p.context.atoms
     held = [{atom for axis in x.layout.sharded_axes for atom in atoms_of(axis, atoms)} for x in locals_]
@@ -373,7 +447,17 @@ def _sum_squares(p: Partitioner, node: Node) -> None:
     out = node.outs[0]
     made = Local(out.dtype, Layout.of((), [(a, "sum") for a in axes]))
     flops = sum(2 * x.layout.max_local_numel for x in locals_)
-    p.items.append(Op("local.sum_squares", (locals_, counted, out.dtype, p.context.mesh.device), {}, [made], node.source, node.phase, flops=flops))
+    p.items.append(
+        Op(
+            "local.sum_squares",
+            (locals_, counted, out.dtype, p.context.mesh.device),
+            {},
+            [made],
+            node.source,
+            node.phase,
+            flops=flops,
+        )
+    )
     p.env[out] = [made]
 
 
@@ -391,7 +475,10 @@ def _call(p: Partitioner, node: Node) -> None:
             layouts.append(Layout(local.layout.dims))
             flags.append((local.pinned, local.static))
     template = block_template(p.context, index, block, layouts, flags)
-    ins = [p.get(v, x.layout, cause=f"into {block.name}", source=node.source, phase=node.phase) for v, x in zip(values, template.inputs, strict=True)]
+    ins = [
+        p.get(v, x.layout, cause=f"into {block.name}", source=node.source, phase=node.phase)
+        for v, x in zip(values, template.inputs, strict=True)
+    ]
     saved = Saved(template.calls)
     template.calls += 1
     outs = [Local(x.dtype, x.layout) for x in template.outputs]
@@ -404,8 +491,14 @@ def _call(p: Partitioner, node: Node) -> None:
 def _call_backward(p: Partitioner, node: Node) -> None:
     values, token, tangents, _ = node.args
     template, saved, _ = p.saved[token]
-    ins = [p.get(v, x.layout, cause=f"into {template.name} backward", source=node.source, phase="B") for v, x in zip(values, template.inputs, strict=True)]
-    ins += [p.get(v, x.layout, cause=f"cotangent of {template.name}", source=node.source, phase="B") for v, x in zip(tangents, template.tangents, strict=True)]
+    ins = [
+        p.get(v, x.layout, cause=f"into {template.name} backward", source=node.source, phase="B")
+        for v, x in zip(values, template.inputs, strict=True)
+    ]
+    ins += [
+        p.get(v, x.layout, cause=f"cotangent of {template.name}", source=node.source, phase="B")
+        for v, x in zip(tangents, template.tangents, strict=True)
+    ]
     outs = [Local(x.dtype, x.layout) for x in template.grads]
     p.items.append(Call(template, True, ins, outs, saved, node.source, node.phase))
     for out, local in zip(node.outs, outs, strict=True):
@@ -413,16 +506,24 @@ def _call_backward(p: Partitioner, node: Node) -> None:
 
 
 _SPECIAL: dict[str, Callable[[Partitioner, Node], None]] = {
-    MARK_GRADS: _mark_grads, CONSTRAIN: _constrain, SUM_SQUARES: _sum_squares, CALL: _call, CALL_BACKWARD: _call_backward,
+    MARK_GRADS: _mark_grads,
+    CONSTRAIN: _constrain,
+    SUM_SQUARES: _sum_squares,
+    CALL: _call,
+    CALL_BACKWARD: _call_backward,
     MAP: lower_map,
-}  # fmt: skip
+}
 
 
 # ---------------------------------------------------------------- blocks
 
 
 def block_template(
-    context: Context, index: int, block: BlockGraph, layouts: Sequence[Layout], flags: Sequence[tuple[bool, bool]]
+    context: Context,
+    index: int,
+    block: BlockGraph,
+    layouts: Sequence[Layout],
+    flags: Sequence[tuple[bool, bool]],
 ) -> Template:
     """The joint local program of a block for given input layouts, made once."""
     key = (index, tuple(layouts), tuple(flags))
@@ -435,9 +536,11 @@ def block_template(
         inputs.append(local)
         p.env[value] = [local]
     graph = block.graph
-    p.hints.update(gradient_hints(
-        graph, {grad: layouts[i] for grad, i in zip(block.grads, block.grad_inputs, strict=True)}
-    ))  # fmt: skip
+    p.hints.update(
+        gradient_hints(
+            graph, {grad: layouts[i] for grad, i in zip(block.grads, block.grad_inputs, strict=True)}
+        )
+    )
     for value, tensor in graph.constants.items():
         p.env[value] = [context.constant(value, tensor)]
     for node in graph.nodes[: block.num_forward]:
@@ -482,8 +585,15 @@ def gradient_hints(graph: Graph, wanted: Mapping[Value, Layout]) -> dict[Value, 
                 for value in node.inputs:
                     if value.shape == out.shape:
                         hints.setdefault(value, layout)
-            elif node.target in ("aten.t.default", "aten.permute.default", "aten.transpose.int", "aten.view.default",
-                                 "aten._unsafe_view.default", "aten.clone.default", "aten._to_copy.default"):  # fmt: skip
+            elif node.target in (
+                "aten.t.default",
+                "aten.permute.default",
+                "aten.transpose.int",
+                "aten.view.default",
+                "aten._unsafe_view.default",
+                "aten.clone.default",
+                "aten._to_copy.default",
+            ):
                 rule = find_rule(node)
                 choice = propagate.choose_for_output(rule, layout) if rule else None
                 if choice is not None:
@@ -496,4 +606,6 @@ def check_mesh_axes(layouts: Iterable[tuple[str, Layout]], mesh: Mesh) -> None:
     for path, layout in layouts:
         for axis in layout.sharded_axes:
             if mesh.shape.get(axis.name) != axis.total:
-                raise ShardingError(f"{path} is sharded over {axis}, which the mesh {mesh} lacks", fix="use the step's mesh")
+                raise ShardingError(
+                    f"{path} is sharded over {axis}, which the mesh {mesh} lacks", fix="use the step's mesh"
+                )

@@ -19,7 +19,9 @@ FLOPS_PER_BYTE = 100.0
 TINY = 1024
 PIN_WEIGHT = 1000.0
 
-Place = int | str | None  # a part, "U" (unreduced), "X" (on factors that the rule cannot express), None (replicated)
+Place = (
+    int | str | None
+)  # a part, "U" (unreduced), "X" (on factors that the rule cannot express), None (replicated)
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,9 @@ def _transition(now: Place, then: Place, nbytes: float, numel: int, n: int) -> f
     return nbytes * (n - 1) / n
 
 
-def choose(rule: Rule, operands: Sequence[Operand], out_bytes: float, hints: Sequence[Layout | None] = ()) -> Choice:
+def choose(
+    rule: Rule, operands: Sequence[Operand], out_bytes: float, hints: Sequence[Layout | None] = ()
+) -> Choice:
     """Chooses layouts for one op; see the module docstring for the policy.
 
     Args:
@@ -144,12 +148,16 @@ def choose(rule: Rule, operands: Sequence[Operand], out_bytes: float, hints: Seq
       hints: per result a preferred layout (of the primal of a cotangent), or None.
     """
     parts = _Parts(rule, operands, hints)
-    places = [[parts.place(layout, dims) for layout in op.layouts] for op, dims in zip(operands, rule.ins, strict=True)]
+    places = [
+        [parts.place(layout, dims) for layout in op.layouts]
+        for op, dims in zip(operands, rule.ins, strict=True)
+    ]
     wishes = [parts.place(h, d) for h, d in zip(hints, rule.outs, strict=False) if h is not None]
     in_parts = [{p for f in dims for p in parts.parts(f)} for dims in rule.ins]
     out_parts = {p for dims in rule.outs for f in dims for p in parts.parts(f)}
     axes = sorted(
-        {axis for versions in places for place in versions for axis in place} | {axis for wish in wishes for axis in wish},
+        {axis for versions in places for place in versions for axis in place}
+        | {axis for wish in wishes for axis in wish},
         key=lambda axis: (axis.name, axis.pre, -axis.size),
     )
     assigned: dict[int, list[Axis]] = {}
@@ -158,7 +166,12 @@ def choose(rule: Rule, operands: Sequence[Operand], out_bytes: float, hints: Seq
     for axis in axes:
         if any(_overlap(axis, other) for used in (*assigned.values(), passing) for other in used):
             continue
-        apart = {p for q, used in assigned.items() if any(a.name == axis.name for a in used) for p in parts.apart(q)}
+        apart = {
+            p
+            for q, used in assigned.items()
+            if any(a.name == axis.name for a in used)
+            for p in parts.apart(q)
+        }
         joins = any(other.name == axis.name for other in passing)
         pick, group = _choose_axis(
             rule, operands, places, wishes, parts, in_parts, out_parts, axis, out_bytes, apart, joins
@@ -167,7 +180,9 @@ def choose(rule: Rule, operands: Sequence[Operand], out_bytes: float, hints: Seq
             assigned.setdefault(pick, []).append(axis)
         elif pick == "U":
             passing[axis] = group
-        causes.append(f"{axis}: {'unreduced' if pick == 'U' else 'replicated' if pick is None else 'sharded'}")
+        causes.append(
+            f"{axis}: {'unreduced' if pick == 'U' else 'replicated' if pick is None else 'sharded'}"
+        )
     _sort_axes(assigned, operands, rule, parts)
     return _layouts(rule, operands, parts, assigned, passing, "; ".join(causes))
 
@@ -178,10 +193,18 @@ def _overlap(a: Axis, b: Axis) -> bool:
 
 
 def _choose_axis(
-    rule: Rule, operands: Sequence[Operand], places: list[list[dict[Axis, Place]]], wishes: list[dict[Axis, Place]],
-    parts: _Parts, in_parts: list[set[int]], out_parts: set[int], axis: Axis, out_bytes: float, apart: set[int],
+    rule: Rule,
+    operands: Sequence[Operand],
+    places: list[list[dict[Axis, Place]]],
+    wishes: list[dict[Axis, Place]],
+    parts: _Parts,
+    in_parts: list[set[int]],
+    out_parts: set[int],
+    axis: Axis,
+    out_bytes: float,
+    apart: set[int],
     joins: bool,
-) -> tuple[Place, frozenset[int]]:  # fmt: skip
+) -> tuple[Place, frozenset[int]]:
     """The place of one axis.
 
     Args:
@@ -240,7 +263,9 @@ def _choose_axis(
     return best[2], group or frozenset()
 
 
-def _passing_group(rule: Rule, operands: Sequence[Operand], states: list[list[Place]]) -> frozenset[int] | None:
+def _passing_group(
+    rule: Rule, operands: Sequence[Operand], states: list[list[Place]]
+) -> frozenset[int] | None:
     """The operands through which a pending sum can pass, or None."""
     pending = {i for i, versions in enumerate(states) if versions and all(v == "U" for v in versions)}
     if not pending:
@@ -260,30 +285,40 @@ def _passing_group(rule: Rule, operands: Sequence[Operand], states: list[list[Pl
 
 
 def _largest_result(rule: Rule) -> int:
-    return max((math.prod(rule.sizes[f] for factors in dims for f in factors) for dims in rule.outs), default=0)
+    return max(
+        (math.prod(rule.sizes[f] for factors in dims for f in factors) for dims in rule.outs), default=0
+    )
 
 
-def _sort_axes(assigned: dict[int, list[Axis]], operands: Sequence[Operand], rule: Rule, parts: _Parts) -> None:
+def _sort_axes(
+    assigned: dict[int, list[Axis]], operands: Sequence[Operand], rule: Rule, parts: _Parts
+) -> None:
     """Several axes on one factor keep the order in which the largest operand has them."""
     if all(len(axes) < 2 for axes in assigned.values()):
         return
     orders = [
         (op.numel, parts.order(layout, dims))
-        for op, dims in zip(operands, rule.ins, strict=True) for layout in op.layouts
-    ]  # fmt: skip
+        for op, dims in zip(operands, rule.ins, strict=True)
+        for layout in op.layouts
+    ]
     for part, axes in assigned.items():
         known = max(
             (order[part] for _, order in sorted(orders, key=lambda o: o[0]) if part in order),
-            key=lambda seq: len(set(seq) & set(axes)), default=(),
-        )  # fmt: skip
+            key=lambda seq: len(set(seq) & set(axes)),
+            default=(),
+        )
         rank = {axis: i for i, axis in enumerate(known)}
         axes.sort(key=lambda axis: (rank.get(axis, len(rank)), axis.name, axis.pre))
 
 
 def _layouts(
-    rule: Rule, operands: Sequence[Operand], parts: _Parts, assigned: dict[int, list[Axis]],
-    passing: dict[Axis, frozenset[int]], cause: str,
-) -> Choice:  # fmt: skip
+    rule: Rule,
+    operands: Sequence[Operand],
+    parts: _Parts,
+    assigned: dict[int, list[Axis]],
+    passing: dict[Axis, frozenset[int]],
+    cause: str,
+) -> Choice:
     def dims(factor_dims: Sequence[Sequence[int]], shape: Sequence[int] | None = None) -> list[list[Factor]]:
         return [
             [Factor(parts.sizes[p], tuple(assigned.get(p, ()))) for p in parts.parts(factors)] or [Factor(1)]
@@ -303,7 +338,9 @@ def _layouts(
         if op.layouts and op.layouts[0].unreduced:
             kind = op.layouts[0].unreduced[0][1]
     ins = [
-        Layout.of(whole(op.layouts, dims(rule.ins[i])), [(a, kind) for a, group in passing.items() if i in group])
+        Layout.of(
+            whole(op.layouts, dims(rule.ins[i])), [(a, kind) for a, group in passing.items() if i in group]
+        )
         for i, op in enumerate(operands)
     ]
     outs = []
@@ -326,5 +363,7 @@ def choose_for_output(rule: Rule, wanted: Layout) -> Choice | None:
     if any(not isinstance(p, int) or parts.factor_of[p] in rule.locked for p in place.values()):
         return None
     assigned: dict[int, list[Axis]] = {p: list(axes) for p, axes in parts.order(wanted, rule.outs[0]).items()}
-    made = _layouts(rule, [Operand((), 0, 1) for _ in rule.ins], parts, assigned, {}, "made where it is needed")
+    made = _layouts(
+        rule, [Operand((), 0, 1) for _ in rule.ins], parts, assigned, {}, "made where it is needed"
+    )
     return None if made.expand or made.outs[0].unreduced else made

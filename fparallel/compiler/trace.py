@@ -46,13 +46,15 @@ _OWN_MODELS = os.path.join(_SKIP[2], "models") + os.sep
 _CONSTANT_LIMIT = 64 * 2**20
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def is_user_file(name: str) -> bool:
     """Whether a source file is the user's: neither torch's, Python's nor fparallel's (its models count as a user's)."""
     if name.startswith(_OWN_MODELS):
         return True
-    return not name.startswith("<") and ("site-packages" in name or not name.startswith(_SKIP[1])) and not any(
-        name.startswith(folder) for folder in _SKIP if folder != _SKIP[1]
+    return (
+        not name.startswith("<")
+        and ("site-packages" in name or not name.startswith(_SKIP[1]))
+        and not any(name.startswith(folder) for folder in _SKIP if folder != _SKIP[1])
     )
 
 
@@ -174,12 +176,18 @@ class Tracer(TorchDispatchMode):
         if func._schema.is_mutable:
             self.mutates = True
         if func is torch.ops.aten._efficientzerotensor.default:
-            func = torch.ops.aten.zeros.default  # what forward-mode AD leaves unmade must be memory in a schedule
+            func = (
+                torch.ops.aten.zeros.default
+            )  # what forward-mode AD leaves unmade must be memory in a schedule
         node = Node(str(func), func, recorded_args, recorded_kwargs, [], source, self.recorder.phase)
         for result in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(result, Tensor):
                 if result.layout is not torch.strided:
-                    raise TraceError(f"{func} makes a sparse tensor", fix="use dense tensors: sparse=False, or x.to_dense()", where=source)
+                    raise TraceError(
+                        f"{func} makes a sparse tensor",
+                        fix="use dense tensors: sparse=False, or x.to_dense()",
+                        where=source,
+                    )
                 value = Value(tuple(result.shape), result.dtype, node=node)
                 if id(result) not in self.known or not func._schema.is_mutable:
                     self.known[id(result)] = (value, result)
@@ -243,8 +251,12 @@ class Tracer(TorchDispatchMode):
             for node in graph.nodes:
                 self.recorder.phase = node.phase
                 self.recorder.replay_source = node.source or " "
-                out = node.op(*map_values(env.__getitem__, node.args), **map_values(env.__getitem__, node.kwargs))
-                for value, result in zip(node.outs, out if isinstance(out, (list, tuple)) else (out,), strict=True):
+                out = node.op(
+                    *map_values(env.__getitem__, node.args), **map_values(env.__getitem__, node.kwargs)
+                )
+                for value, result in zip(
+                    node.outs, out if isinstance(out, (list, tuple)) else (out,), strict=True
+                ):
                     env[value] = result
             return [env[value] for value in graph.outputs]
 
@@ -256,8 +268,11 @@ class Tracer(TorchDispatchMode):
             self.recorder.phase, self.recorder.replay_source = phase, ""
         if again.mutates:
             bad = next(node for node in result.nodes if node.op._schema.is_mutable)
-            raise TraceError(f"{bad.target} writes in place in a way that cannot be made functional",
-                             fix="compute a new tensor instead", where=bad.source)  # fmt: skip
+            raise TraceError(
+                f"{bad.target} writes in place in a way that cannot be made functional",
+                fix="compute a new tensor instead",
+                where=bad.source,
+            )
         return result
 
 
@@ -287,8 +302,10 @@ def _map_tensors(f: Callable[[Tensor], Any], arg: Any) -> Any:
 
 
 _ALIASES = {
-    torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default,
-}  # fmt: skip
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.lift_fresh.default,
+}
 
 
 class StepRecorder(BlockTracing):
@@ -373,7 +390,9 @@ class StepRecorder(BlockTracing):
         return torch.ops.fparallel.constrain(x, len(self.constraints) - 1)
 
 
-def trace(fn: Callable, avals: Sequence[tuple[tuple[int, ...], torch.dtype]], names: Sequence[str], device: str) -> tuple[Program, Any]:
+def trace(
+    fn: Callable, avals: Sequence[tuple[tuple[int, ...], torch.dtype]], names: Sequence[str], device: str
+) -> tuple[Program, Any]:
     """Traces `fn`, a function of flat tensors that returns (flat tensors, anything); gives (Program, that anything).
 
     Raises:
@@ -413,9 +432,14 @@ def _refuse_complex(graph: Graph) -> None:
 def explain(error: Exception) -> Exception:
     """A TraceError for what fake tensors cannot do; other exceptions are the user's own and pass unchanged."""
     text = str(error)
-    unread = any(t in text.lower() for t in ("data is not allocated yet", "data-dependent", ".numpy() is not supported"))
-    if "guard" in type(error).__name__.lower() or unread or isinstance(
-        error, (DataDependentOutputException, DynamicOutputShapeException)
+    unread = any(
+        t in text.lower()
+        for t in ("data is not allocated yet", "data-dependent", ".numpy() is not supported")
+    )
+    if (
+        "guard" in type(error).__name__.lower()
+        or unread
+        or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
     ):
         line = error_line(error)
         return TraceError(
@@ -437,4 +461,13 @@ def error_line(error: BaseException) -> str:
     return line
 
 
-__all__ = ["StepRecorder", "Tracer", "current_recorder", "error_line", "functorch_active", "trace", "tree", "user_line"]
+__all__ = [
+    "StepRecorder",
+    "Tracer",
+    "current_recorder",
+    "error_line",
+    "functorch_active",
+    "trace",
+    "tree",
+    "user_line",
+]

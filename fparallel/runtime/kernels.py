@@ -24,14 +24,19 @@ def applies(kernel: AdamW, inputs: Sequence[Tensor]) -> bool:
     first = inputs[kernel.ins[0]]
     if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.float64) or not first.dim():
         return False
-    return all(x.dtype == first.dtype and x.shape == first.shape and x.is_contiguous() for x in (inputs[i] for i in kernel.ins))
+    return all(
+        x.dtype == first.dtype and x.shape == first.shape and x.is_contiguous()
+        for x in (inputs[i] for i in kernel.ins)
+    )
 
 
 def run_adamw(kernel: AdamW, inputs: Sequence[Tensor], into: Mapping[int, int]) -> tuple[Tensor, ...]:
     """One AdamW update by torch's fused kernel.
 
     The kernel's bias corrections are folded into its learning rate, epsilon and decay, since here they are computed
-    once for all leaves: with r = sqrt(correct2), lr/correct1 m/(sqrt(nu)/r + eps) = (lr r/correct1) m/(sqrt(nu) + r eps).
+    once for all leaves. With r = sqrt(correct2):
+
+        lr / correct1 * m / (sqrt(nu) / r + eps) = (lr * r / correct1) * m / (sqrt(nu) + r * eps)
 
     Args:
       into: output -> input whose storage it takes over; other outputs are new tensors.
@@ -41,7 +46,10 @@ def run_adamw(kernel: AdamW, inputs: Sequence[Tensor], into: Mapping[int, int]) 
         return float(inputs[given.index]) if isinstance(given, Operand) else given
 
     update, *state = (inputs[i] for i in kernel.ins)
-    state = [x if into.get(out) == i else x.clone() for x, out, i in zip(state, kernel.outs, kernel.ins[1:], strict=True)]
+    state = [
+        x if into.get(out) == i else x.clone()
+        for x, out, i in zip(state, kernel.outs, kernel.ins[1:], strict=True)
+    ]
     lr, root = -number(kernel.step_size), math.sqrt(number(kernel.correct2))
     rate = lr * root / number(kernel.correct1)
     decay = kernel.weight_decay * lr / rate if rate else 0.0
@@ -49,9 +57,14 @@ def run_adamw(kernel: AdamW, inputs: Sequence[Tensor], into: Mapping[int, int]) 
     mus, nus, params = (x.view(-1).split(CHUNK) for x in state)
     clip = number(kernel.clip)
     settings = {
-        "lr": rate, "beta1": kernel.b1, "beta2": kernel.b2, "weight_decay": decay, "eps": kernel.eps * root,
-        "amsgrad": False, "maximize": False,
-    }  # fmt: skip
+        "lr": rate,
+        "beta1": kernel.b1,
+        "beta2": kernel.b2,
+        "weight_decay": decay,
+        "eps": kernel.eps * root,
+        "amsgrad": False,
+        "maximize": False,
+    }
     if clip == 1.0:
         fused_adamw(params, grads, mus, nus, [], [_FOREVER] * len(grads), **settings)
     else:

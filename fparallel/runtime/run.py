@@ -22,17 +22,26 @@ class Runner:
     """An executor for the mesh of a schedule. `ranks` are the ranks of this process."""
 
     def __init__(
-        self, schedule: Schedule, constants: Mapping[str, Tensor], *, compile: str = "eager", transport: Any = None,
+        self,
+        schedule: Schedule,
+        constants: Mapping[str, Tensor],
+        *,
+        compile: str = "eager",
+        transport: Any = None,
         check: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         mesh = schedule.mesh
         if mesh.kind == "abstract":
-            raise ExecutionError(f"the mesh {mesh} is abstract: a step can be lowered for it, not run",
-                                 fix='make the mesh with kind="job" or "simulated"')  # fmt: skip
+            raise ExecutionError(
+                f"the mesh {mesh} is abstract: a step can be lowered for it, not run",
+                fix='make the mesh with kind="job" or "simulated"',
+            )
         if mesh.device == "cpu":
             tune_allocator()
         if transport is None:
-            transport = SimulatedTransport(mesh.size) if mesh.kind == "simulated" else DistributedTransport(mesh)
+            transport = (
+                SimulatedTransport(mesh.size) if mesh.kind == "simulated" else DistributedTransport(mesh)
+            )
         self.transport = transport
         self.executor = Executor(schedule, transport, constants, compile=compile, check=check)
         self.ranks = self.executor.ranks
@@ -51,12 +60,18 @@ class Runner:
         """
         if not self.is_job or (self.calls >= _CHECKED_CALLS and not always):
             return
-        sums = {path: _checksum(leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)}
+        sums = {
+            path: _checksum(leaf)
+            for path, leaf in zip(paths, leaves, strict=True)
+            if isinstance(leaf, Tensor)
+        }
         if not sums:
             return
         gathered = self.transport.gather(sums, "compare the arguments of the step")
         for path in sums:
-            different = [rank for rank, other in enumerate(gathered) if other.get(path) != gathered[0].get(path)]
+            different = [
+                rank for rank, other in enumerate(gathered) if other.get(path) != gathered[0].get(path)
+            ]
             if different:
                 raise ExecutionError(
                     f"{path} is a plain tensor, which must be the global value on every rank, but rank(s) "
@@ -68,4 +83,6 @@ class Runner:
 
 def _checksum(tensor: Tensor) -> str:
     data = tensor.detach().cpu().contiguous()
-    return hashlib.sha1(data.view(torch.uint8).numpy() if data.dim() else data.reshape(1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha1(
+        data.view(torch.uint8).numpy() if data.dim() else data.reshape(1).view(torch.uint8).numpy()
+    ).hexdigest()

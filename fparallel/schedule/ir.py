@@ -281,12 +281,12 @@ class Schedule:
     def collectives(self, op: str | None = None, axis: str | None = None) -> Iterator[Collective]:
         """The collectives of the first program, filtered by kind and by the name of a mesh axis that they span."""
         for instr in self.programs[0].instrs:
-            if isinstance(instr, Collective) and op in (None, instr.kind):
-                if axis is None or any(a.name == axis for a in instr.axes):
-                    yield instr
+            wanted = isinstance(instr, Collective) and op in (None, instr.kind)
+            if wanted and (axis is None or any(a.name == axis for a in instr.axes)):
+                yield instr
 
     def count(self, op: str | None = None, axis: str | None = None) -> int:
-        """Number of instructions of a kind (`run`, `wait`, ... or a collective; None: any collective) in one program."""
+        """Number of instructions of a kind (`run`, ..., a collective; None: any collective) in one program."""
         if op is None or op in COLLECTIVES:
             return sum(1 for _ in self.collectives(op, axis))
         return sum(1 for instr in self.programs[0].instrs if instr.op == op)
