@@ -26,9 +26,11 @@ def dtensors(rank: int, num_ranks: int) -> None:
     device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=names)
     value = torch.arange(8 * 6, dtype=torch.float64).reshape(8, 6)
     for placements, spec in [
-        ([Shard(0), Shard(1)], P("dp", "tp")), ([Replicate(), Shard(0)], P("tp")), ([Shard(0), Shard(0)], P(("dp", "tp"))),
+        ([Shard(0), Shard(1)], P("dp", "tp")),
+        ([Replicate(), Shard(0)], P("tp")),
+        ([Shard(0), Shard(0)], P(("dp", "tp"))),
         ([Replicate(), Replicate()], P()),
-    ]:  # fmt: skip
+    ]:
         there = distribute_tensor(value, device_mesh, placements)
         array = fp.Array.from_dtensor(there, mesh)
         assert array.sharding == fp.NamedSharding(mesh, spec), array
@@ -44,8 +46,12 @@ def local_data(rank: int, num_ranks: int) -> None:
     mesh = fp.make_mesh((-1,), ("dp",))
     assert mesh.size == num_ranks and fp.process_index() == rank and fp.process_count() == num_ranks
     batch = torch.randn(4 * num_ranks, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    state = {"params": {"w": torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}}
-    mine = fp.make_array_from_process_local_data(fp.NamedSharding(mesh, P("dp")), batch[4 * rank : 4 * rank + 4])
+    state = {
+        "params": {"w": torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+    }
+    mine = fp.make_array_from_process_local_data(
+        fp.NamedSharding(mesh, P("dp")), batch[4 * rank : 4 * rank + 4]
+    )
     assert mine.shape == (4 * num_ranks, 6)
     step = fp.jit(_step, mesh=mesh, rules=fp.Rules(batch="dp").zero(3, axis="dp"))
     new, loss = step(state, mine)
@@ -62,7 +68,9 @@ def different_batches(rank: int, num_ranks: int) -> None:
     try:
         step({"params": {"w": torch.ones(6, 3, dtype=torch.float64)}}, batch)
     except ExecutionError as error:
-        assert "batch is a plain tensor" in str(error) and "rank(s) 1 " in str(error) and "Fix:" in str(error), error
+        assert (
+            "batch is a plain tensor" in str(error) and "rank(s) 1 " in str(error) and "Fix:" in str(error)
+        ), error
         return
     raise AssertionError("ranks with different batches trained on")
 

@@ -13,7 +13,9 @@ def adamw(clip: float | None, learning_rate: object, **kw: float) -> fp.optim.Gr
     return fp.optim.chain(fp.optim.clip_by_global_norm(clip), tx) if clip else tx
 
 
-def trajectories(tx: fp.optim.GradientTransformation, dtype: torch.dtype, donate: tuple[int, ...]) -> tuple[list, list, object]:
+def trajectories(
+    tx: fp.optim.GradientTransformation, dtype: torch.dtype, donate: tuple[int, ...]
+) -> tuple[list, list, object]:
     """Parameters and state after 20 steps, un-jitted and jitted, and the jitted step's schedule."""
 
     def step(params, state, grads):
@@ -44,7 +46,9 @@ def test_a_jitted_adamw_is_the_plain_one(dtype, tolerance, clip, donate):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("tx", [fp.optim.sgd(1e-2, momentum=0.9), fp.optim.lion(1e-3), fp.optim.scale_by_adam(eps_root=1e-3)])
+@pytest.mark.parametrize(
+    "tx", [fp.optim.sgd(1e-2, momentum=0.9), fp.optim.lion(1e-3), fp.optim.scale_by_adam(eps_root=1e-3)]
+)
 def test_other_optimizers_run_their_own_ops_bit_for_bit(tx):
     plain, fused, schedule = trajectories(tx, torch.float64, (0, 1))
     assert not any(segment.kernel for segment in schedule.segments.values())
