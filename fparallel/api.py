@@ -270,7 +270,7 @@ class Jitted:
                     )
                 tensors.append(leaf)
             _check_returned_once(self.name, tensors, paths)
-            found.append(tree.annotations(out))
+            found.append(tree.logical_specs(out))
             return tensors, treedef
 
         program, treedef = trace(flat, arguments.avals(), arguments.paths, self.mesh.device)

@@ -36,7 +36,7 @@ class Arguments:
     statics: tuple[tuple[int | str, Any], ...]
 
     def specs(self) -> list[LogicalSpec | None]:
-        return [spec for value in self.values for spec in tree.annotations(value)]
+        return [spec for value in self.values for spec in tree.logical_specs(value)]
 
     def avals(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         return tuple((tuple(leaf.shape), leaf.dtype) for leaf in self.leaves)

@@ -194,11 +194,11 @@ class Rules:
                     f"the glob {pattern!r} maps to {value!r}",
                     fix="map it to a P(...) or to a string of logical names",
                 )
-        for name, value in names.items():
-            parts = value if isinstance(value, tuple) else (value,)
+        for name, axes in names.items():
+            parts = axes if isinstance(axes, tuple) else (axes,)
             if not all(p is None or isinstance(p, str) for p in parts):
                 raise ShardingError(
-                    f"the rule {name}={value!r} names no mesh axis",
+                    f"the rule {name}={axes!r} names no mesh axis",
                     fix="use a string, a tuple of strings, or None",
                 )
         object.__setattr__(self, "globs", dict(globs or {}))
@@ -234,7 +234,7 @@ class Rules:
     def shardings(self, value: Any, mesh: Mesh) -> Any:
         """How the rules shard every leaf of a tree at rest: a tree of shardings."""
         paths, leaves, treedef = tree.flatten_with_path(value)
-        plans = self.plan(paths, leaves, tree.annotations(value), mesh)
+        plans = self.plan(paths, leaves, tree.logical_specs(value), mesh)
         return tree.unflatten(treedef, [sharding_of(plan.storage, mesh) for plan in plans])
 
     # -------------------------------------------------------------- planning

@@ -78,20 +78,19 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
 class _Weighted:
     """Arithmetic that Mean and sums of Means share."""
 
-    terms: tuple[tuple[float, Mean], ...]
+    def weighted(self) -> tuple[tuple[float, Mean], ...]:
+        """The Means with their factors."""
+        raise NotImplementedError
 
     def value(self) -> Tensor:
         """The 0-d value: every term divided once by its own weight, 0/0 being 0."""
-        total = None
-        for scale, mean in self.terms:
-            part = mean.ratio() if scale == 1 else mean.ratio() * scale
-            total = part if total is None else total + part
-        return total
+        parts = [mean.ratio() if scale == 1 else mean.ratio() * scale for scale, mean in self.weighted()]
+        return functools.reduce(torch.add, parts)
 
     def __add__(self, other: Any) -> MeanSum:
         if not isinstance(other, _Weighted):
             return NotImplemented
-        return MeanSum(self.terms + other.terms)
+        return MeanSum(self.weighted() + other.weighted())
 
     def __radd__(self, other: Any) -> Any:
         return self if isinstance(other, (int, float)) and other == 0 else NotImplemented
@@ -99,7 +98,7 @@ class _Weighted:
     def __mul__(self, scale: float) -> MeanSum:
         if not isinstance(scale, (int, float)):
             return NotImplemented
-        return MeanSum(tuple((s * scale, m) for s, m in self.terms))
+        return MeanSum(tuple((s * scale, m) for s, m in self.weighted()))
 
     __rmul__ = __mul__
 
@@ -128,8 +127,7 @@ class Mean(_Weighted):
     sum: Any
     weight: Any
 
-    @property
-    def terms(self) -> tuple[tuple[float, Mean], ...]:
+    def weighted(self) -> tuple[tuple[float, Mean], ...]:
         return ((1.0, self),)
 
     def ratio(self) -> Tensor:
@@ -144,6 +142,9 @@ class MeanSum(_Weighted):
     """A weighted sum of Means, each with its own denominator. Made by adding and scaling Means."""
 
     terms: Any
+
+    def weighted(self) -> tuple[tuple[float, Mean], ...]:
+        return self.terms
 
 
 # ---------------------------------------------------------------- gradients
@@ -300,19 +301,19 @@ def block(fn: Callable | None = None, *, name: str | None = None) -> Callable:
     """
     if fn is None:
         return functools.partial(block, name=name)
-    label = name or getattr(fn, "__name__", "block")
+    label = name or str(getattr(fn, "__name__", "block"))
 
     @functools.wraps(fn)
     def block_fn(*args: Any, **kwargs: Any) -> Any:
         from fparallel import random
 
         recorder = current_recorder()
-        opaque = recorder is not None and not functorch_active() and _grad_depth.get() <= 1
-        if opaque:
+        if recorder is not None and not functorch_active() and _grad_depth.get() <= 1:
             return recorder.call_block(fn, label, args, kwargs)
-        if random.current_scope() is None:
+        key = random.block_scope()
+        if key is None:
             return fn(*args, **kwargs)
-        with random.use(random.block_scope()):
+        with random.use(key):
             return fn(*args, **kwargs)
 
     return block_fn
@@ -384,14 +385,13 @@ def map_leaves(fn: Callable, *trees: Any, shared: Sequence[Any] = (), stage: Sta
         columns.append(rest)
     recorder = current_recorder()
     tensors = [x for column in columns for x in column]
-    outline = (
+    if (
         recorder is not None
         and leaves
         and all(isinstance(x, Tensor) for x in tensors)
         and not functorch_active()
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-    )
-    if outline:
+    ):
         rows, is_tuple = recorder.map_leaves(fn, columns, list(shared), stage)
     else:
         outs = [fn(*row, *shared) for row in zip(*columns, strict=True)]

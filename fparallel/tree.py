@@ -28,7 +28,6 @@ __all__ = [
     "LogicalSpec",
     "PyTreeSpec",
     "TrainState",
-    "annotations",
     "dataclass",
     "flatten",
     "flatten_with_path",
@@ -36,6 +35,7 @@ __all__ = [
     "join_path",
     "known_logical_names",
     "leaves",
+    "logical_specs",
     "map",
     "map_with_path",
     "match_prefix",
@@ -312,9 +312,7 @@ def _leaf_and_node(path: str) -> TreeError:
 # ---- logical axes --------------------------------------------------------------------------------
 
 
-def annotations(  # type: ignore[no-redef]  # from __future__ import annotations
-    tree: Any, is_leaf: IsLeaf = None
-) -> list[LogicalSpec | None]:
+def logical_specs(tree: Any, is_leaf: IsLeaf = None) -> list[LogicalSpec | None]:
     """For each leaf the logical axes that annotations give it, in the order of :func:`flatten`.
 
     ``None`` where no annotation names anything and no list above the leaf has a logical index. Names are

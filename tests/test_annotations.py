@@ -45,7 +45,7 @@ def mlp():
 def axes(value):
     """The specs of a tree as text, by path."""
     paths, _, _ = tree.flatten_with_path(value)
-    return {p: None if s is None else str(s) for p, s in zip(paths, tree.annotations(value), strict=True)}
+    return {p: None if s is None else str(s) for p, s in zip(paths, tree.logical_specs(value), strict=True)}
 
 
 def axes_of(annotation, value):
@@ -290,6 +290,6 @@ class Shaped:
     ],
 )
 def test_variadic_dims_are_counted_on_the_leaf(leaf, dims):
-    (spec,) = tree.annotations(Open(leaf))
+    (spec,) = tree.logical_specs(Open(leaf))
     assert str(spec) == dims
     assert (VARIADIC in spec.dims) == isinstance(leaf, str)

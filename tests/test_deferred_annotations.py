@@ -31,7 +31,7 @@ class Block:
 
 def axes(value):
     paths, _, _ = tree.flatten_with_path(value)
-    return {p: None if s is None else str(s) for p, s in zip(paths, tree.annotations(value), strict=True)}
+    return {p: None if s is None else str(s) for p, s in zip(paths, tree.logical_specs(value), strict=True)}
 
 
 def test_a_class_defined_later_and_the_class_itself():

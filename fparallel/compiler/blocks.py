@@ -45,8 +45,9 @@ class BlockTracing:
         leaves, treedef = tree.flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         statics = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        if random.current_scope() is not None:
-            tensors.append(random.block_scope())
+        scope_key = random.block_scope()
+        if scope_key is not None:
+            tensors.append(scope_key)
         needs_grad = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
         avals = tuple((tuple(x.shape), x.dtype) for x in tensors)
         key = (self._code_key(fn), treedef, statics, avals, needs_grad, len(tensors) - statics.count(None))

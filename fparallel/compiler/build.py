@@ -6,6 +6,7 @@ collectives that depend on each other make one segment.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -420,8 +421,8 @@ def _inplace(
             continue
         pairs.setdefault(at, []).append((outs[result], ins[argument]))
     return [
-        Run(instr.segment, instr.ins, instr.outs, instr.label, tuple(pairs[i]), instr.cause)
-        if i in pairs
+        dataclasses.replace(instr, inplace=tuple(pairs[i]))
+        if i in pairs and isinstance(instr, Run)
         else instr
         for i, instr in enumerate(instrs)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -138,7 +138,10 @@ def map_locals(f: Any, arg: Any) -> Any:
     return arg
 
 
-def drop_dead(items: Iterable[Item], results: Iterable[Local]) -> list[Item]:
+AnyItem = TypeVar("AnyItem", bound=Item)
+
+
+def drop_dead(items: Iterable[AnyItem], results: Iterable[Local]) -> list[AnyItem]:
     """The items on which the results depend, in order."""
     live = set(results)
     kept = []

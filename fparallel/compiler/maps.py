@@ -257,10 +257,11 @@ def lower_map(p: Partitioner, node: Node) -> None:
         if p.in_update:
             p.after_grad.update(outs)
             node.phase = "U"
-        if names[which] is None or all(isinstance(p.env[value], Lazy) for value in row):
+        name = names[which]
+        if name is None or all(isinstance(p.env[value], Lazy) for value in row):
             _inline(p, clone_graph(record.bodies[which]), [*row, *shared], outs)
         else:
-            _emit_row(p, node, names[which], record.bodies[which], row, shared, outs)
+            _emit_row(p, node, name, record.bodies[which], row, shared, outs)
 
 
 def _inline(p: Partitioner, graph: Graph, inputs: list[Value], outs: list[Value]) -> None:

@@ -8,9 +8,10 @@ part of its base is kept instead of the base.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from fparallel.compiler.local import Comm, Item, Local, Op, drop_dead, map_locals
+from fparallel.compiler.local import Call, Comm, Item, Local, Op, drop_dead, map_locals
 from fparallel.compiler.partition import Template
 
 
@@ -66,6 +67,7 @@ def split(template: Template) -> Split:
             residuals.append(value)
             again[value] = value
             return value
+        assert not isinstance(item, Call)
         copy = _copy(item, fetch)
         backward.append(copy)
         for old, new in zip(item.outs, copy.outs, strict=True):
@@ -87,7 +89,7 @@ def split(template: Template) -> Split:
     return Split(forward, backward, [value for value in residuals if value in used])
 
 
-def _copy(item: Op | Comm, fetch: object) -> Op | Comm:
+def _copy(item: Op | Comm, fetch: Callable[[Local], Local]) -> Op | Comm:
     def fresh(out: Local | None) -> Local | None:
         return (
             None
@@ -113,7 +115,7 @@ def _copy(item: Op | Comm, fetch: object) -> Op | Comm:
     )
 
 
-def _replace_inputs(item: Item, fetch: object) -> None:
+def _replace_inputs(item: Item, fetch: Callable[[Local], Local]) -> None:
     if isinstance(item, Comm):
         item.src = fetch(item.src)
     elif isinstance(item, Op):

@@ -108,7 +108,7 @@ class Context:
 class Lazy:
     """A value that depends on no data (a constant, a range, a keyed draw): made where and how it is needed."""
 
-    def __init__(self, node: Node, rule: Rule | None) -> None:
+    def __init__(self, node: Node, rule: Rule) -> None:
         self.node = node
         self.rule = rule
 
@@ -159,7 +159,9 @@ class Partitioner:
             rule, self._operands(node), out_bytes, [self.hints.get(out) for out in node.outs]
         )
         if choice.expand is not None:
-            self._inline(node, expand_node(node, choice.expand, self.context.mesh.device))
+            expanded = expand_node(node, choice.expand, self.context.mesh.device)
+            assert expanded is not None
+            self._inline(node, expanded)
             return
         self._emit(node, rule, choice)
 
@@ -363,6 +365,7 @@ class Partitioner:
                 raise AssertionError(f"no way to make {node}")
         self._emit_lazy(node, rule, choice, phase)
         entry = self.env[value]
+        assert not isinstance(entry, Lazy)
         self.env[value] = lazy
         result = entry[0]
         if not same(result.layout, layout):

@@ -8,7 +8,7 @@ linear ops with a single reader and is reduced once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fparallel.compiler.rules import Rule
@@ -214,30 +214,30 @@ def _choose_axis(
     n = axis.size
     states: list[list[Place]] = [[place.get(axis) for place in versions] for versions in places]
 
-    def usable(part: Place) -> bool:
-        return isinstance(part, int) and parts.factor_of[part] not in rule.locked
+    def usable(places: Iterable[Place]) -> list[int]:
+        return sorted({p for p in places if isinstance(p, int) and parts.factor_of[p] not in rule.locked})
 
-    candidates: list[Place] = sorted({s for versions in states for s in versions if usable(s)})
+    candidates: list[Place] = list(usable(s for versions in states for s in versions))
     wished = {wish.get(axis) for wish in wishes}
-    firm = sorted(p for p in wished if usable(p))
+    firm = usable(wished)
     group = _passing_group(rule, operands, states)
     if firm:
-        candidates = firm
+        candidates = list(firm)
     else:
         candidates.append(None)
         if rule.flops:
             candidates = [c for c in candidates if c not in apart]
     if group is not None:
         candidates.append("U")
-    best: tuple[float, int, Place] | None = None
+    best: tuple[float, int, Place] = (float("inf"), 0, None)
     for candidate in candidates:
         cost, aligned = 0.0, True
         for i, (op, versions) in enumerate(zip(operands, states, strict=True)):
             if not versions:
                 continue
-            target = candidate if candidate in in_parts[i] else None
+            target: Place = candidate if candidate in in_parts[i] else None
             if candidate == "U":
-                target = "U" if i in group else None
+                target = "U" if i in (group or ()) else None
             moves = []
             for layout, now in zip(op.layouts, versions, strict=True):
                 nbytes = layout.max_local_numel * op.itemsize
@@ -258,7 +258,7 @@ def _choose_axis(
         else:
             cost += (rule.flops / FLOPS_PER_BYTE + 0.01 * out_bytes) * (n - 1) / n
             rank = 2 if candidate == "U" else 3
-        if best is None or (cost, rank) < best[:2]:
+        if (cost, rank) < best[:2]:
             best = (cost, rank, candidate)
     return best[2], group or frozenset()
 

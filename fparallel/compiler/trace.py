@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import sysconfig
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from fparallel.compiler.graph import BlockGraph, Graph, MapGraph, Node, Program,
 from fparallel.errors import FparallelError, TraceError
 from fparallel.transforms import current_recorder, recording
 
-_SKIP = (
+_SKIP: tuple[str, ...] = (
     os.path.dirname(torch.__file__) + os.sep,
     sysconfig.get_paths()["stdlib"] + os.sep,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
@@ -60,7 +61,7 @@ def is_user_file(name: str) -> bool:
 
 def user_line() -> str:
     """`file.py:12` of the innermost frame that is neither torch's, Python's nor fparallel's."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
@@ -355,7 +356,7 @@ class StepRecorder(BlockTracing):
     @staticmethod
     def name_of(tensor: Tensor) -> str:
         """The variable of a user's frame that holds a tensor."""
-        frame = sys._getframe(1)
+        frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
             if is_user_file(frame.f_code.co_filename):
                 for scope in (frame.f_locals, frame.f_globals):

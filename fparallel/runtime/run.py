@@ -82,7 +82,5 @@ class Runner:
 
 
 def _checksum(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous()
-    return hashlib.sha1(
-        data.view(torch.uint8).numpy() if data.dim() else data.reshape(1).view(torch.uint8).numpy()
-    ).hexdigest()
+    data = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+    return hashlib.sha1(data.numpy().tobytes()).hexdigest()

@@ -281,8 +281,9 @@ class Schedule:
     def collectives(self, op: str | None = None, axis: str | None = None) -> Iterator[Collective]:
         """The collectives of the first program, filtered by kind and by the name of a mesh axis that they span."""
         for instr in self.programs[0].instrs:
-            wanted = isinstance(instr, Collective) and op in (None, instr.kind)
-            if wanted and (axis is None or any(a.name == axis for a in instr.axes)):
+            if not isinstance(instr, Collective) or op not in (None, instr.kind):
+                continue
+            if axis is None or any(a.name == axis for a in instr.axes):
                 yield instr
 
     def count(self, op: str | None = None, axis: str | None = None) -> int:

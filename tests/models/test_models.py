@@ -127,7 +127,7 @@ def test_initial_standard_deviations_are_those_of_gpt2():
 def test_every_dim_of_every_leaf_has_a_logical_name(model, cfg, axes):
     params = model.init_params(fp.random.key(0), cfg)
     names = set()
-    for leaf, spec in zip(fp.tree.leaves(params), fp.tree.annotations(params), strict=True):
+    for leaf, spec in zip(fp.tree.leaves(params), fp.tree.logical_specs(params), strict=True):
         assert spec is not None and len(spec.dims) == leaf.ndim
         names |= {name for dim in spec.dims for name, _ in dim}
     assert names == axes
