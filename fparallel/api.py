@@ -218,7 +218,7 @@ class Jitted:
         functools.update_wrapper(self, self.fun, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self.binder.bind(args, kwargs)
+        arguments = self._bind(args, kwargs)
         key = self._key(arguments)
         compiled = self.cache.get(key)
         if compiled is None:
@@ -227,7 +227,7 @@ class Jitted:
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces the function for these arguments (or ShapeDtypeStructs)."""
-        return self._trace(self.binder.bind(args, kwargs))
+        return self._trace(self._bind(args, kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The schedule for these arguments (or ShapeDtypeStructs); nothing runs."""
@@ -240,11 +240,28 @@ class Jitted:
         outs = [sharding_of(layout, self.mesh) for layout in low.program.out_layouts]
         return ins, tree.unflatten(low.traced.out_treedef, outs)
 
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> Arguments:
+        """The arguments; without a mesh, the step runs on the device where they lie."""
+        arguments = self.binder.bind(args, kwargs)
+        if not self.distributed:
+            tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor) and leaf.dim()]
+            devices = {leaf.device.type for leaf in tensors} - {"meta"}
+            if len(devices) > 1:
+                raise TraceError(
+                    f"{self.name} got tensors on {' and '.join(sorted(devices))}",
+                    fix="put all arguments on one device, or give a mesh",
+                )
+            device = devices.pop() if devices else "cpu"
+            if device != self.mesh.device:
+                self.mesh = Mesh(_ONE.sizes, _ONE.names, _ONE.kind, device)
+        return arguments
+
     def _key(self, arguments: Arguments) -> Any:
         placed = None
         if self.rules is None and self.in_shardings is None:
             placed = tuple(leaf.layout if isinstance(leaf, Array) else None for leaf in arguments.leaves)
         return (
+            self.mesh.device,
             arguments.statics,
             tuple(arguments.keys),
             tuple(arguments.treedefs),
