@@ -18,6 +18,6 @@ _common = {
     "print_blob": True,
     "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 }
-hypothesis.settings.register_profile("quick", max_examples=25, **_common)
+hypothesis.settings.register_profile("quick", max_examples=25, derandomize=True, **_common)
 hypothesis.settings.register_profile("full", max_examples=250, **_common)
 hypothesis.settings.load_profile("quick")
