@@ -267,6 +267,8 @@ def _trace_joint(
         swap = _Substitute({id(old): new for old, new in zip(lifted, xs[len(tensors) :], strict=True)})
         with torch.enable_grad(), scope, swap if lifted else contextlib.nullcontext():
             result = fn(*args, **kwargs)
+        for node in tracer.graph.nodes:
+            node.phase = "F"  # a gradient that the block itself takes is part of its forward
         outs, found["treedef"] = tree.flatten(result)
         found["outs"] = outs
         tensor_outs = [out for out in outs if isinstance(out, Tensor)]
