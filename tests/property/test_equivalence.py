@@ -5,6 +5,7 @@ from hypothesis import given
 
 import fparallel as fp
 from fparallel.testing.descriptions import EXTRAS, LOSSES, OPTIMIZERS
+from tests.property.verdicts import check
 
 # Each theme draws from all meshes, rules, ZeRO stages and sizes, and leans on one kind of trouble.
 THEMES = {
@@ -28,7 +29,7 @@ THEMES = {
 def test_equals_one_device(theme):
     @given(case=THEMES[theme])
     def law(case):
-        fp.testing.check(case)
+        check(case)
 
     law()
 
@@ -36,4 +37,4 @@ def test_equals_one_device(theme):
 @pytest.mark.timeout(7200)
 @given(case=fp.testing.whole_cases())
 def test_equals_one_device_bit_for_bit_on_whole_numbers(case):
-    fp.testing.check(case)
+    check(case)

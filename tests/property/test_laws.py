@@ -9,6 +9,7 @@ import fparallel as fp
 from fparallel.runtime.executor import Executor
 from fparallel.runtime.transport.simulated import SimulatedTransport
 from fparallel.schedule import memory
+from tests.property.verdicts import check
 
 D = torch.float64
 # Whole steps are costly, and the law of equality (test_equivalence.py) runs many of them already.
@@ -86,14 +87,14 @@ SOME = fp.testing.cases(
 @given(case=SOME, seed=st.one_of(st.none(), st.integers(0, 99)))
 def test_runs_where_every_step_blocks_until_its_peers_are_there(case, seed):
     """No deadlock under blocking issue, in any order of the ranks; members agree on every collective."""
-    fp.testing.check(case, mode="rendezvous", seed=seed)
+    check(case, mode="rendezvous", seed=seed)
 
 
 @pytest.mark.timeout(3600)
 @few
 @given(case=SOME, seed=st.integers(0, 99))
 def test_runs_in_any_order_of_the_ranks(case, seed):
-    fp.testing.check(case, mode="buffered", seed=seed)
+    check(case, mode="buffered", seed=seed)
 
 
 @pytest.mark.timeout(3600)
@@ -130,7 +131,7 @@ def test_live_bytes_are_as_planned(case):
 )
 def test_init_and_dropout_do_not_depend_on_the_mesh(case):
     """The state is born sharded with the bits that one device draws; then dropout drops the same places."""
-    fp.testing.check(case, jit_init=True)
+    check(case, jit_init=True)
 
 
 @given(
