@@ -82,6 +82,7 @@ def _rank(
     if store:
         file_store = dist.FileStore(store, num_ranks)
         dist.init_process_group("gloo", store=file_store, rank=rank, world_size=num_ranks)
+        dist.barrier()  # all are connected before one can end
     try:
         function(rank, num_ranks, *args)
     except Exception:
