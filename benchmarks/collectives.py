@@ -19,7 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fparallel._compat import all_gather_single, reduce_scatter_single
-from fparallel.layout import Factor, Layout
+from fparallel.factors import Factor
+from fparallel.layout import Layout
 from fparallel.mesh import make_mesh
 from fparallel.runtime.exchange import exchange_of
 from fparallel.runtime.transport import gloo

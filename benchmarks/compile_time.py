@@ -1,8 +1,7 @@
 """How long a step takes to compile, and how that grows with depth.
 
-    python -m benchmarks.compile_time                  # trace and lower at 12 and 48 layers, on dp=2,tp=2,
-    ZeRO-3 python -m benchmarks.compile_time --inductor       # the first step under compile="inductor", S and
-    twice its layers
+    python -m benchmarks.compile_time              # trace and lower at 12 and 48 layers; dp=2,tp=2, ZeRO-3
+    python -m benchmarks.compile_time --inductor   # the first step under compile="inductor"; S, twice its layers
 
 Every measurement is a fresh process, so that nothing is cached; medians of `--repeats`. Importing torch and
 fparallel, and the shapes of the state (`fp.eval_shape`), are reported apart. Lowering runs on one thread: its

@@ -34,7 +34,8 @@ from torch import Tensor
 
 import fparallel as fp
 from benchmarks import model, training, work
-from fparallel.layout import Factor, Layout
+from fparallel.factors import Factor
+from fparallel.layout import Layout
 from fparallel.models import gpt
 from fparallel.runtime.exchange import exchange_of
 from fparallel.schedule import Buffer, Collective, Program, Schedule

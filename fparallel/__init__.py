@@ -12,19 +12,14 @@ from fparallel.array import (
 from fparallel.compiler.rules import register_rule
 from fparallel.errors import FparallelError, FparallelWarning
 from fparallel.layout import Layout
+from fparallel.leaf_maps import map_leaves, sum_squares
+from fparallel.mean import Mean
 from fparallel.mesh import Mesh, make_mesh
 from fparallel.process import process_count, process_index
+from fparallel.rules import Rules
 from fparallel.schedule import Schedule
-from fparallel.sharding import NamedSharding, P, PartitionSpec, Rules
-from fparallel.transforms import (
-    Mean,
-    block,
-    grad,
-    map_leaves,
-    sum_squares,
-    value_and_grad,
-    with_sharding_constraint,
-)
+from fparallel.sharding import NamedSharding, P, PartitionSpec
+from fparallel.transforms import block, grad, value_and_grad, with_sharding_constraint
 from fparallel.tree import TrainState, dataclass, static
 
 __all__ = [

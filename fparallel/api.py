@@ -18,23 +18,16 @@ from fparallel.compiler.lower import LoweredProgram, lower_program
 from fparallel.compiler.trace import trace
 from fparallel.errors import ExecutionError, ShardingError, TraceError
 from fparallel.explain import explain_leaf, replicated_text
-from fparallel.layout import Layout, same, typed
-from fparallel.logical import LogicalSpec, names_of
+from fparallel.layout import same, typed
+from fparallel.logical import LogicalSpec
 from fparallel.mesh import Mesh
+from fparallel.planning import Planner, check_strict, same_places, warn_undonated
+from fparallel.rules import LeafPlan, Rules
 from fparallel.runtime.run import Runner
 from fparallel.schedule.ir import Schedule
 from fparallel.schedule.memory import MemoryReport, memory
 from fparallel.schedule.passes import run_passes
-from fparallel.sharding import (
-    LayoutSharding,
-    LeafPlan,
-    NamedSharding,
-    PartitionSpec,
-    Rules,
-    sharding_of,
-    spec_layout,
-    warn,
-)
+from fparallel.sharding import sharding_of
 
 _ONE = Mesh((1,), ("device",), "simulated")
 
@@ -139,6 +132,7 @@ class Compiled:
             held = self._place(plan, leaf, donated)
             for position, rank in enumerate(self.runner.ranks):
                 shards[position].append(held[rank])
+        nan = _nan_paths(arguments.paths, shards) if self.calls == 0 else []
         outs = self.runner(shards)
         arrays: list[Any] = []
         for i, (layout, (_, dtype)) in enumerate(
@@ -149,7 +143,7 @@ class Compiled:
                 Array(mesh, layout, dtype, parts) if low.jitted.distributed else parts[self.runner.ranks[0]]
             )
         if self.calls == 0:
-            self._check_finite(arrays)
+            self._check_finite(arrays, nan)
         self.calls += 1
         return tree.unflatten(low.traced.out_treedef, arrays)
 
@@ -180,17 +174,30 @@ class Compiled:
             )
         return leaf.take() if donated else leaf.shards
 
-    def _check_finite(self, arrays: Sequence[Any]) -> None:
+    def _check_finite(self, arrays: Sequence[Any], nan: Sequence[str]) -> None:
         """The first call names what is not finite, instead of training on it."""
+        seen = f"; NaN came in with {', '.join(nan[:4])}{', ...' if len(nan) > 4 else ''}" if nan else ""
         paths = self.lowered.traced.out_paths
         for path, leaf in zip(paths, arrays, strict=True):
             if leaf.dtype.is_floating_point and tuple(leaf.shape) == ():
                 value = float(leaf)
                 if math.isnan(value):
                     raise ExecutionError(
-                        f"the first call of {self.lowered.jitted.name} returned NaN at {path or 'its result'}",
-                        fix="look for NaN in the arguments, a 0/0, a log of a negative number; lower the learning rate",
+                        f"the first call of {self.lowered.jitted.name} returned NaN at {path or 'its result'}{seen}",
+                        fix="give arguments without NaN"
+                        if nan
+                        else "look for a 0/0, inf - inf, the log of a negative number; lower the learning rate",
                     )
+
+
+def _nan_paths(paths: Sequence[str], shards: Sequence[Sequence[Tensor | None]]) -> list[str]:
+    """The arguments of which a rank of this process holds NaN."""
+    held = zip(paths, *shards, strict=True)
+    return [path for path, *parts in held if any(_has_nan(part) for part in parts)]
+
+
+def _has_nan(x: Tensor | None) -> bool:
+    return x is not None and x.dtype.is_floating_point and bool(x.isnan().any())
 
 
 @dataclass
@@ -297,175 +304,28 @@ class Jitted:
     # -------------------------------------------------------------- lowering
 
     def lower_traced(self, traced: Traced) -> Lowered:
-        arguments, mesh = traced.arguments, self.mesh
-        used: set[str] = set()
-        plans = self._input_plans(arguments, used)
-        out_plans = self._output_plans(traced, used)
-        self._check_rules(traced, used)
-        same_place = self._same_places(traced, plans, out_plans)
-        wanted = self._wanted(traced, plans, out_plans, same_place)
-        donated = self.binder.donated(arguments)
-        _warn_undonated(plans, donated, same_place)
+        planner = Planner(self.name, self.mesh, self.rules, self.in_shardings, self.out_shardings)
+        plans, out_plans = planner.input_plans(traced.arguments), planner.output_plans(traced)
+        planner.check_rules(traced)
+        same_place = same_places(traced, plans, out_plans)
+        wanted = planner.wanted(traced, plans, out_plans, same_place)
+        donated = self.binder.donated(traced.arguments)
+        warn_undonated(plans, donated, same_place)
         lowered = lower_program(
-            traced.program, mesh, plans, wanted, traced.out_paths, donated, same_place, self._constraint
+            traced.program,
+            self.mesh,
+            plans,
+            wanted,
+            traced.out_paths,
+            donated,
+            same_place,
+            planner.constraint,
         )
         if self.strict:
-            _check_strict(lowered)
+            check_strict(lowered)
         schedule = run_passes(lowered.schedule, off=self.passes_off, memory_budget=self.memory_budget)
         schedule.verify(memory_budget=self.memory_budget)
         return Lowered(self, traced, plans, out_plans, lowered, schedule, donated)
-
-    def _input_plans(self, arguments: Arguments, used: set[str]) -> list[LeafPlan]:
-        mesh = self.mesh
-        if self.rules is not None:
-            plans = self.rules.plan(
-                arguments.paths,
-                arguments.leaves,
-                arguments.specs(),
-                mesh,
-                batch_paths=arguments.batch_paths,
-                used_globs=used,
-            )
-        else:
-            plans = []
-            for path, leaf in zip(arguments.paths, arguments.leaves, strict=True):
-                layout = (
-                    leaf.layout
-                    if isinstance(leaf, Array) and self.in_shardings is None
-                    else Layout.replicated(leaf.shape)
-                )
-                plans.append(LeafPlan(path, tuple(leaf.shape), leaf.dtype, layout, layout, layout))
-        if self.in_shardings is not None:
-            prefix = (
-                self.in_shardings
-                if isinstance(self.in_shardings, tuple) and not isinstance(self.in_shardings, PartitionSpec)
-                else (self.in_shardings,) * len(arguments.values)
-            )
-            if len(prefix) != len(arguments.values):
-                raise ShardingError(
-                    f"in_shardings has {len(prefix)} entries, {self.name} takes {len(arguments.values)} arguments",
-                    fix="give one entry per argument",
-                )
-            given = [
-                s
-                for p, v in zip(prefix, arguments.values, strict=True)
-                for s in tree.match_prefix(p, v, is_leaf=_is_sharding)
-            ]
-            for plan, sharding in zip(plans, given, strict=True):
-                if sharding is not None:
-                    plan.storage = plan.compute = plan.gradient = self._given(sharding, plan.shape, plan.path)
-                    plan.cause, plan.named = "in_shardings", True
-        return plans
-
-    def _output_plans(self, traced: Traced, used: set[str]) -> list[LeafPlan]:
-        leaves = [ShapeDtypeStruct(*aval) for aval in traced.out_avals]
-        if self.rules is not None:
-            return self.rules.plan(traced.out_paths, leaves, traced.out_specs, self.mesh, used_globs=used)
-        plans = []
-        for path, leaf in zip(traced.out_paths, leaves, strict=True):
-            layout = Layout.replicated(leaf.shape)
-            plans.append(LeafPlan(path, leaf.shape, leaf.dtype, layout, layout, layout))
-        return plans
-
-    def _given(self, sharding: Any, shape: tuple[int, ...], path: str) -> Layout:
-        if isinstance(sharding, PartitionSpec):
-            return spec_layout(sharding, shape, self.mesh, path)
-        if sharding.mesh != self.mesh:
-            raise ShardingError(
-                f"{path}: a sharding on the mesh {sharding.mesh}, the step runs on {self.mesh}",
-                fix="use one mesh",
-            )
-        return sharding.layout(shape, path)
-
-    def _wanted(
-        self, traced: Traced, plans: list[LeafPlan], out_plans: list[LeafPlan], same_place: list[int | None]
-    ) -> list[Layout | None]:
-        """The layout of each output: out_shardings, the argument that it replaces, a rule, or as it comes out."""
-        wanted: list[Layout | None] = []
-        for plan, place in zip(out_plans, same_place, strict=True):
-            if place is not None:
-                wanted.append(plans[place].storage)
-            elif plan.named or plan.role:
-                wanted.append(plan.storage)
-            else:
-                wanted.append(None)
-        if self.out_shardings is not None:
-            shapes = traced.out_shapes()
-            given = tree.match_prefix(self.out_shardings, shapes, is_leaf=_is_sharding)
-            for i, (sharding, plan) in enumerate(zip(given, out_plans, strict=True)):
-                if sharding is not None:
-                    wanted[i] = self._given(sharding, plan.shape, plan.path)
-        return wanted
-
-    def _same_places(
-        self, traced: Traced, plans: list[LeafPlan], out_plans: list[LeafPlan]
-    ) -> list[int | None]:
-        """Per output leaf the argument leaf that it replaces: outputs with the structure of an argument."""
-        arguments = traced.arguments
-        starts, position = [], 0
-        for treedef in arguments.treedefs:
-            starts.append(position)
-            position += treedef.num_leaves
-        result: list[int | None] = [None] * len(out_plans)
-        taken: set[int] = set()
-        parts = traced.out_treedef.children() if traced.out_treedef.type is tuple else [traced.out_treedef]
-        offset = 0
-        for part in parts:
-            for i, treedef in enumerate(arguments.treedefs):
-                leaves = range(starts[i], starts[i] + treedef.num_leaves)
-                if i in taken or part != treedef or not treedef.num_leaves:
-                    continue
-                pairs = list(zip(range(offset, offset + treedef.num_leaves), leaves, strict=True))
-                if all(
-                    out_plans[o].shape == plans[a].shape and out_plans[o].dtype == plans[a].dtype
-                    for o, a in pairs
-                ):
-                    taken.add(i)
-                    for o, a in pairs:
-                        result[o] = a
-                    break
-            offset += part.num_leaves
-        return result
-
-    def _check_rules(self, traced: Traced, used: set[str]) -> None:
-        if self.rules is None:
-            return
-        known = {name for spec in traced.out_specs + traced.arguments.specs() if spec for name in spec.names}
-        for spec in traced.program.constraints:
-            if isinstance(spec, str):
-                known |= names_of(tree.parse_logical(spec))
-        has_activations = bool(traced.program.constraints) or "batch" in traced.arguments.names
-        self.rules.check_names(self.mesh, known, has_activations=has_activations)
-        paths = traced.arguments.paths + traced.out_paths
-        components = {part for path in paths for part in path.split(".")}
-        for pattern in self.rules.globs:
-            absent = {"params", "opt_state", "batch", "state", "key"} - components
-            if pattern not in used and pattern.split(".")[0] not in absent:
-                raise ShardingError(
-                    f"the glob {pattern!r} matches no leaf of {self.name}",
-                    fix="mend or remove it; the paths are "
-                    + ", ".join(paths[:6])
-                    + (", ..." if len(paths) > 6 else ""),
-                )
-
-    def _constraint(self, spec: Any, shape: tuple[int, ...]) -> Layout:
-        path = f"with_sharding_constraint({spec!r})"
-        if isinstance(spec, PartitionSpec):
-            return spec_layout(spec, shape, self.mesh, path)
-        if isinstance(spec, NamedSharding | LayoutSharding):
-            return self._given(spec, shape, path)
-        if not isinstance(spec, str):
-            raise ShardingError(
-                f"{path}: {type(spec).__name__} is no sharding",
-                fix='pass a P(...) or logical names such as "batch seq embed"',
-            )
-        if self.rules is None:
-            return Layout.replicated(shape)
-        return self.rules.logical_layout(LogicalSpec(tree.parse_logical(spec)), shape, self.mesh, path)
-
-
-def _is_sharding(x: Any) -> bool:
-    return x is None or isinstance(x, PartitionSpec | NamedSharding | LayoutSharding)
 
 
 def _check_returned_once(name: str, tensors: Sequence[Tensor], paths: Sequence[str]) -> None:
@@ -477,38 +337,6 @@ def _check_returned_once(name: str, tensors: Sequence[Tensor], paths: Sequence[s
                 f"{name} returns one tensor at two paths, {first} and {path}",
                 fix="return it once, or return x.clone() at the second path",
             )
-
-
-def _warn_undonated(
-    plans: Sequence[LeafPlan], donated: Sequence[bool], same_place: Sequence[int | None]
-) -> None:
-    replaced = {place for place in same_place if place is not None}
-    lost = [plan.path for i, plan in enumerate(plans) if donated[i] and i not in replaced]
-    if lost and any(donated) and len(lost) == sum(donated):
-        warn(
-            f"donated, but no output takes the place of {', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''}",
-            "donate an argument whose structure, shapes and dtypes an output has",
-        )
-
-
-def _check_strict(lowered: LoweredProgram) -> None:
-    """Every reshard that no rule, constraint or gradient asks for is an error."""
-    asked = ("storage -> compute", "gradient of", "sharding constraint", "output ", "sum of squares")
-    bad = [
-        d
-        for d in lowered.decisions
-        if not d.cause.startswith(asked)
-        and any(k in ("all_gather", "all_to_all", "permute") for k in d.kinds)
-    ]
-    if bad:
-        lines = [
-            f"  {typed(d.dtype, d.src)} -> {typed(d.dtype, d.dst)}  {d.nbytes:.0f} B  {d.cause}  at {d.source}"
-            for d in bad
-        ]
-        raise ShardingError(
-            "strict: the compiler would have to insert reshards\n" + "\n".join(lines),
-            fix="add fp.with_sharding_constraint where a reshard is meant, change the rules, or drop strict=True",
-        )
 
 
 def jit(

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from fparallel.errors import ShardingError, did_you_mean
 from fparallel.layout import same, typed
+from fparallel.rules import LeafPlan
 from fparallel.schedule.ir import Collective, Run, Schedule
-from fparallel.sharding import LeafPlan
 
 if TYPE_CHECKING:
-    from fparallel.compiler.partition import Decision
+    from fparallel.compiler.context import Decision
 
 
 def explain_leaf(
@@ -51,8 +51,7 @@ def _touching(path: str, schedule: Schedule) -> list[str]:
                 causes = instr.cause.split("; ")
                 about = any(
                     c in (f"gradient of {tail}", f"gradient of {path}")
-                    or (path.endswith(c.removeprefix("gradient of "))
-                    and c.startswith("gradient of "))
+                    or (path.endswith(c.removeprefix("gradient of ")) and c.startswith("gradient of "))
                     for c in causes
                 )
                 if src in own or dst in own or (about and len(instr.ins) == 1):

@@ -1,9 +1,9 @@
 """Hypothesis strategies for meshes, layouts and tensors.
 
-    @given(data=st.data(), mesh=meshes())
-    def test_law(data, mesh):
-        layout = data.draw(layouts(mesh))
-        value = whole_numbers(layout.shape)
+@given(data=st.data(), mesh=meshes())
+def test_law(data, mesh):
+    layout = data.draw(layouts(mesh))
+    value = whole_numbers(layout.shape)
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import math
 import torch
 from hypothesis import strategies as st
 
-from fparallel.layout import Factor, Layout
+from fparallel.factors import Factor
+from fparallel.layout import Layout
 from fparallel.mesh import Axis, Mesh, make_mesh
 
 AXIS_NAMES = ("dp", "pp", "tp", "ep")

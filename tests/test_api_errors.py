@@ -11,7 +11,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 import fparallel as fp
-from fparallel.errors import ExecutionError, MeshError, RandomError, RuleError, ShardingError, TraceError
+from fparallel.errors import (
+    ExecutionError,
+    LayoutError,
+    MeshError,
+    RandomError,
+    RuleError,
+    ShardingError,
+    TraceError,
+)
 
 MESH = fp.make_mesh((2, 2), ("dp", "tp"), kind="simulated")
 HERE = os.path.basename(__file__)
@@ -317,7 +325,13 @@ class TestRunning:
     def test_nan_in_an_argument_is_named(self):
         batch = BATCH.clone()
         batch[1, 1] = float("nan")
-        raises(ExecutionError, "NaN", "loss", call=run(lambda batch: {"loss": batch.sum()}, batch))
+        step = run(lambda batch: {"loss": batch.sum()}, batch)
+        raises(ExecutionError, "NaN at loss", "NaN came in with batch", call=step)
+
+    def test_nan_in_an_argument_that_is_masked_is_none(self):
+        batch = BATCH.clone()
+        batch[1, 1] = float("nan")
+        assert run(lambda batch: {"loss": batch.nan_to_num().sum()}, batch)() is not None
 
     def test_an_abstract_mesh_cannot_run(self):
         mesh = fp.make_mesh((8,), ("dp",), kind="abstract")
@@ -336,6 +350,26 @@ class TestRunning:
 
     def test_a_mesh_of_another_size_than_the_job(self):
         raises(MeshError, "-1", call=lambda: fp.make_mesh((-1, 2), ("dp", "tp"), kind="simulated"))
+
+
+class TestSubAxes:
+    def test_cuts_that_do_not_nest_name_both_leaves(self):
+        mesh = fp.make_mesh((6,), ("tp",), kind="simulated")
+
+        @fp.dataclass
+        class Params:
+            two: Float[Tensor, "kv"]
+            three: Float[Tensor, "heads"]
+
+        params = Params(two=torch.ones(2), three=torch.ones(3))
+        step = fp.jit(
+            lambda params: params.two.sum() + params.three.sum(),
+            mesh=mesh,
+            rules=fp.Rules(kv="tp", heads="tp"),
+        )
+        raises(
+            LayoutError, "tp of 6", "at 2 by params.two", "at 3 by params.three", call=lambda: step(params)
+        )
 
 
 def test_errors_are_value_errors():

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fparallel import random, tree
 from fparallel.compiler.graph import BlockGraph, Graph, MapGraph, Value
 from fparallel.errors import TraceError
-from fparallel.transforms import Stage, current_recorder, recording
+from fparallel.recorder import Stage, current_recorder, recording
 
 if TYPE_CHECKING:
     from fparallel.compiler.trace import Tracer

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from fparallel.compiler.context import Context, Template
 from fparallel.compiler.local import Call, Comm, Item, Local, Op, drop_dead, map_locals
 from fparallel.compiler.memory import Split, split, whole_view
-from fparallel.compiler.partition import Context, Template
 from fparallel.layout import same
 from fparallel.schedule.ir import Buffer, Collective, Instr, Program, Run, Schedule
 from fparallel.schedule.segment import LocalOp, Ref, Segment

@@ -10,7 +10,7 @@ from torch import Tensor
 from fparallel._compat import decomposition
 from fparallel.compiler.graph import Graph, Node, map_values
 from fparallel.compiler.trace import StepRecorder
-from fparallel.transforms import recording
+from fparallel.recorder import recording
 
 
 class _NotApplicableError(Exception):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fparallel.layout import Layout, typed
-from fparallel.transforms import Stage
+from fparallel.recorder import Stage
 
 CALL, CALL_BACKWARD = "fparallel.call.default", "fparallel.call_backward.default"
 MARK_GRADS, MAP = "fparallel.mark_grads.default", "fparallel.map.default"

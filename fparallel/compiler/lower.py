@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 
+from fparallel.compiler.block_calls import gradient_hints
 from fparallel.compiler.build import build
-from fparallel.compiler.graph import MARK_GRADS, Graph, Node, Program, Value, map_values
+from fparallel.compiler.context import Context, Decision, Roles
+from fparallel.compiler.graph import CONSTRAIN, MARK_GRADS, Graph, Node, Program, Value, map_values
 from fparallel.compiler.local import Local
 from fparallel.compiler.maps import fuse_maps
-from fparallel.compiler.partition import Context, Decision, Partitioner, Roles, gradient_hints
+from fparallel.compiler.partition import Partitioner
 from fparallel.compiler.rules import find_rule
 from fparallel.layout import Layout, mesh_atoms, same
 from fparallel.mesh import Mesh
+from fparallel.rules import LeafPlan
 from fparallel.schedule.ir import Schedule
-from fparallel.sharding import LeafPlan
 
 
 @dataclass
@@ -52,14 +54,7 @@ def lower_program(
     """
     fuse_maps(program)
     graph = program.graph
-    constraint_layouts = [
-        constrain(program.constraints[node.args[1]], node.args[0].shape)
-        for g in [graph, *(block.graph for block in program.blocks)]
-        for node in g.nodes
-        if node.target == "fparallel.constrain.default"
-    ]
-    fixed = [layout for plan in inputs for layout in (plan.storage, plan.compute, plan.gradient)]
-    atoms = mesh_atoms(mesh, {*fixed, *(w for w in wanted if w is not None), *constraint_layouts})
+    atoms = mesh_atoms(mesh, _named_layouts(program, inputs, wanted, names, constrain))
 
     @functools.cache
     def atomic(layout: Layout) -> Layout:
@@ -104,6 +99,29 @@ def lower_program(
     return LoweredProgram(
         built.schedule, built.constants, [local.layout for local in results], context.decisions
     )
+
+
+def _named_layouts(
+    program: Program,
+    inputs: Sequence[LeafPlan],
+    wanted: Sequence[Layout | None],
+    names: Sequence[str],
+    constrain: Callable[[Any, tuple[int, ...]], Layout],
+) -> dict[Layout, str]:
+    """Every layout that was asked for, with the first leaf or constraint that asks for it."""
+    named: dict[Layout, str] = {}
+    for plan in inputs:
+        for layout in (plan.storage, plan.compute, plan.gradient):
+            named.setdefault(layout, plan.path)
+    for name, wish in zip(names, wanted, strict=True):
+        if wish is not None:
+            named.setdefault(wish, name)
+    for graph in (program.graph, *(block.graph for block in program.blocks)):
+        for node in graph.nodes:
+            if node.target == CONSTRAIN:
+                layout = constrain(program.constraints[node.args[1]], node.args[0].shape)
+                named.setdefault(layout, f"the constraint at {node.source}")
+    return named
 
 
 def restate_static(graph: Graph, params: set[Value]) -> None:

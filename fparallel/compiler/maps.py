@@ -6,13 +6,14 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from fparallel.compiler import propagate
+from fparallel.compiler.context import Lazy
 from fparallel.compiler.graph import MAP, Graph, MapGraph, Node, Program, Value, map_values
 from fparallel.compiler.local import Local, Op
 from fparallel.compiler.rules import Rule, find_rule
 from fparallel.compiler.rules.factories import fill_value
 from fparallel.layout import Layout
+from fparallel.recorder import Stage
 from fparallel.schedule.segment import AdamW, LocalOp, Operand, Ref, Segment
-from fparallel.transforms import Stage
 
 if TYPE_CHECKING:
     from fparallel.compiler.partition import Partitioner
@@ -244,8 +245,6 @@ def clone_graph(graph: Graph) -> Graph:
 
 def lower_map(p: Partitioner, node: Node) -> None:
     """Every leaf gets one elementwise local op in the layout that its operands agree on; other bodies are inlined."""
-    from fparallel.compiler.partition import Lazy
-
     record: MapGraph = p.context.program.maps[node.args[2]]
     num = len(record.body_of)
     flat, shared = node.args[0], node.args[1]

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fparallel.compiler.context import Template
 from fparallel.compiler.local import Call, Comm, Item, Local, Op, drop_dead, map_locals
-from fparallel.compiler.partition import Template
 
 
 @dataclass

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from collections.abc import Callable
 
 from fparallel.compiler import propagate
+from fparallel.compiler.block_calls import call, call_backward
+from fparallel.compiler.context import Context, Decision, Lazy, Roles, Template
 from fparallel.compiler.expand import expand_node
 from fparallel.compiler.graph import (
     CALL,
@@ -17,100 +15,20 @@ from fparallel.compiler.graph import (
     MAP,
     MARK_GRADS,
     SUM_SQUARES,
-    BlockGraph,
     Graph,
     Node,
-    Program,
     Value,
     map_values,
 )
-from fparallel.compiler.local import Call, Comm, Item, Local, Op, Saved, drop_dead
+from fparallel.compiler.local import Comm, Item, Local, Op, Saved
 from fparallel.compiler.maps import lower_map
 from fparallel.compiler.propagate import Choice, Operand
 from fparallel.compiler.reshard import cost, plan
 from fparallel.compiler.rules import Placed, Rule, find_rule
-from fparallel.errors import RuleError, ShardingError
-from fparallel.layout import Layout, atoms_of, same, typed
-from fparallel.mesh import Axis, Mesh
+from fparallel.compiler.special_nodes import constrain, mark_grads, sum_squares
+from fparallel.errors import RuleError
+from fparallel.layout import Layout, same, typed
 from fparallel.schedule.segment import IsFirst, Narrowing
-
-
-@dataclass
-class Decision:
-    """One reshard that the compiler inserted, for `explain`."""
-
-    value: str
-    src: Layout
-    dst: Layout
-    dtype: torch.dtype
-    nbytes: float
-    cause: str
-    source: str
-    kinds: tuple[str, ...]
-
-
-@dataclass
-class Template:
-    """A block partitioned once for given input layouts: its joint local program."""
-
-    name: str
-    index: int
-    items: list[Item]
-    inputs: list[Local]
-    tangents: list[Local]
-    outputs: list[Local]
-    grads: list[Local]
-    grad_inputs: tuple[int, ...]
-    calls: int = 0
-
-
-@dataclass
-class Roles:
-    """What the program's inputs are, by Value: layouts for computing with a parameter, and for its gradient."""
-
-    compute: dict[Value, Layout] = field(default_factory=dict)
-    gradient: dict[Value, Layout] = field(default_factory=dict)
-    gradient_by_path: Callable[[str, tuple[int, ...]], Layout | None] = lambda path, shape: None
-
-
-class Context:
-    """What all partitioners of one lowering share."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        atoms: Mapping[str, tuple[Axis, ...]],
-        program: Program,
-        constrain: Callable[[Any, tuple[int, ...]], Layout],
-    ) -> None:
-        self.mesh = mesh
-        self.atoms = atoms
-        self.program = program
-        self.constrain = constrain
-        self.templates: dict[Any, Template] = {}
-        self.decisions: list[Decision] = []
-        self.map_bodies: dict[str, Any] = {}
-        self.map_choices: dict[Any, Choice] = {}
-        self.constants: dict[Local, torch.Tensor] = {}
-
-    def constant(self, value: Value, tensor: torch.Tensor) -> Local:
-        """The Local of a closed-over tensor, one per tensor."""
-        for local, known in self.constants.items():
-            if known is tensor:
-                return local
-        local = Local(
-            tensor.dtype, Layout.replicated(tensor.shape), f"const.{len(self.constants)}", static=True
-        )
-        self.constants[local] = tensor
-        return local
-
-
-class Lazy:
-    """A value that depends on no data (a constant, a range, a keyed draw): made where and how it is needed."""
-
-    def __init__(self, node: Node, rule: Rule) -> None:
-        self.node = node
-        self.rule = rule
 
 
 class Partitioner:
@@ -127,6 +45,10 @@ class Partitioner:
         self.in_update = False
         self.saved: dict[Value, tuple[Template, Saved, list[Value]]] = {}
 
+    def fresh(self) -> Partitioner:
+        """A partitioner of the same lowering for another graph."""
+        return Partitioner(self.context)
+
     # -------------------------------------------------------------- running a graph
 
     def run(self, graph: Graph) -> None:
@@ -142,7 +64,7 @@ class Partitioner:
             self.after_grad.update(node.outs)
             if node.phase == "F":
                 node.phase = "U"
-        special = _SPECIAL.get(node.target)
+        special = SPECIAL.get(node.target)
         if special is not None:
             special(self, node)
             return
@@ -183,12 +105,12 @@ class Partitioner:
         result = []
         for value in node.inputs:
             entry = self.env[value]
-            layouts = () if isinstance(entry, Lazy) else tuple(v.layout for v in self._versions(value))
+            layouts = () if isinstance(entry, Lazy) else tuple(v.layout for v in self.versions(value))
             pinned = not isinstance(entry, Lazy) and entry[0].pinned and not self.in_update
             result.append(Operand(layouts, value.numel, value.dtype.itemsize, pinned, value.num_uses <= 1))
         return result
 
-    def _versions(self, value: Value) -> list[Local]:
+    def versions(self, value: Value) -> list[Local]:
         """The forms in which a value can be read here: a parameter is read in its compute layout before the update."""
         entry = self.env[value]
         assert not isinstance(entry, Lazy)
@@ -196,6 +118,11 @@ class Partitioner:
         if compute is None or self.in_update or same(compute, entry[0].layout):
             return entry
         return [self._virtual(value, compute)]
+
+    def lies(self, value: Value) -> Layout:
+        """How a value lies once its pending sums are reduced; what is made where it is needed lies on every rank."""
+        entry = self.env[value]
+        return Layout.replicated(value.shape) if isinstance(entry, Lazy) else Layout(entry[0].layout.dims)
 
     def _virtual(self, value: Value, compute: Layout) -> Local:
         key = (value, "virtual")
@@ -248,7 +175,7 @@ class Partitioner:
             entry = self.env[value]
             if isinstance(entry, Lazy):
                 continue
-            layout = self._versions(value)[0].layout
+            layout = self.versions(value)[0].layout
             if layout.sharded_axes:
                 raise RuleError(
                     f"the op {node.target} has no sharding rule, and its operand is {typed(value.dtype, layout)}",
@@ -395,220 +322,18 @@ class Partitioner:
     def result(self, value: Value, layout: Layout | None, name: str) -> Local:
         """An output of the program in its wanted layout, or as it lies (with pending sums reduced)."""
         self.in_update = True
-        entry = self.env[value]
-        if layout is None:
-            layout = (
-                Layout.replicated(value.shape) if isinstance(entry, Lazy) else Layout(entry[0].layout.dims)
-            )
-        return self.get(value, layout, cause=f"output {name}", phase="U")
+        return self.get(value, layout or self.lies(value), cause=f"output {name}", phase="U")
 
 
 def _short(node: Node) -> str:
     return node.target.removeprefix("aten.").removesuffix(".default")
 
 
-# ---------------------------------------------------------------- nodes that are not ops
-
-
-def _mark_grads(p: Partitioner, node: Node) -> None:
-    """Gradients leave autograd here: each pending sum is reduced once, into the layout that the rules give it."""
-    grads, leaves, paths = node.args
-    for grad, leaf, path, out in zip(grads, leaves, paths, node.outs, strict=True):
-        layout = p.roles.gradient.get(leaf) or p.roles.gradient_by_path(path, leaf.shape)
-        if layout is None:
-            entry = p.env[leaf]
-            layout = (
-                Layout.replicated(leaf.shape) if isinstance(entry, Lazy) else Layout(entry[0].layout.dims)
-            )
-        made = p.get(grad, layout, cause=f"gradient of {path}", source=node.source, phase="B")
-        p.env[out] = [made]
-
-
-def _constrain(p: Partitioner, node: Node) -> None:
-    value, index = node.args
-    layout = p.context.constrain(p.context.program.constraints[index], value.shape)
-    made = p.get(value, layout, cause="sharding constraint", source=node.source, phase=node.phase)
-    p.env[node.outs[0]] = [made]
-
-
-def _sum_squares(p: Partitioner, node: Node) -> None:
-    """Every rank sums what it holds and is counted for; one all-reduce over all axes that shard any leaf."""
-    leaves = node.args[0]
-    locals_ = []
-    for value in leaves:
-        entry = p.env[value]
-        layout = (
-            Layout.replicated(value.shape)
-            if isinstance(entry, Lazy)
-            else Layout(p._versions(value)[0].layout.dims)
-        )
-        locals_.append(p.get(value, layout, cause="sum of squares", source=node.source, phase=node.phase))
-    atoms = p.context.atoms
-    held = [{atom for axis in x.layout.sharded_axes for atom in atoms_of(axis, atoms)} for x in locals_]
-    axes = sorted(set().union(*held), key=lambda a: (a.name, a.pre))
-    counted = [IsFirst(tuple(a for a in axes if a not in mine)) for mine in held]
-    out = node.outs[0]
-    made = Local(out.dtype, Layout.of((), [(a, "sum") for a in axes]))
-    flops = sum(2 * x.layout.max_local_numel for x in locals_)
-    p.items.append(
-        Op(
-            "local.sum_squares",
-            (locals_, counted, out.dtype, p.context.mesh.device),
-            {},
-            [made],
-            node.source,
-            node.phase,
-            flops=flops,
-        )
-    )
-    p.env[out] = [made]
-
-
-def _call(p: Partitioner, node: Node) -> None:
-    values, index = node.args
-    block = p.context.program.blocks[index]
-    layouts, flags = [], []
-    for value in values:
-        entry = p.env[value]
-        if isinstance(entry, Lazy):
-            layouts.append(Layout.replicated(value.shape))
-            flags.append((False, True))
-        else:
-            local = p._versions(value)[0]
-            layouts.append(Layout(local.layout.dims))
-            flags.append((local.pinned, local.static))
-    template = block_template(p.context, index, block, layouts, flags)
-    ins = [
-        p.get(v, x.layout, cause=f"into {block.name}", source=node.source, phase=node.phase)
-        for v, x in zip(values, template.inputs, strict=True)
-    ]
-    saved = Saved(template.calls)
-    template.calls += 1
-    outs = [Local(x.dtype, x.layout) for x in template.outputs]
-    p.items.append(Call(template, False, ins, outs, saved, node.source, node.phase))
-    for out, local in zip(node.outs[:-1], outs, strict=True):
-        p.env[out] = [local]
-    p.saved[node.outs[-1]] = (template, saved, values)
-
-
-def _call_backward(p: Partitioner, node: Node) -> None:
-    values, token, tangents, _ = node.args
-    template, saved, _ = p.saved[token]
-    ins = [
-        p.get(v, x.layout, cause=f"into {template.name} backward", source=node.source, phase="B")
-        for v, x in zip(values, template.inputs, strict=True)
-    ]
-    ins += [
-        p.get(v, x.layout, cause=f"cotangent of {template.name}", source=node.source, phase="B")
-        for v, x in zip(tangents, template.tangents, strict=True)
-    ]
-    outs = [Local(x.dtype, x.layout) for x in template.grads]
-    p.items.append(Call(template, True, ins, outs, saved, node.source, node.phase))
-    for out, local in zip(node.outs, outs, strict=True):
-        p.env[out] = [local]
-
-
-_SPECIAL: dict[str, Callable[[Partitioner, Node], None]] = {
-    MARK_GRADS: _mark_grads,
-    CONSTRAIN: _constrain,
-    SUM_SQUARES: _sum_squares,
-    CALL: _call,
-    CALL_BACKWARD: _call_backward,
+SPECIAL: dict[str, Callable[[Partitioner, Node], None]] = {
+    MARK_GRADS: mark_grads,
+    CONSTRAIN: constrain,
+    SUM_SQUARES: sum_squares,
+    CALL: call,
+    CALL_BACKWARD: call_backward,
     MAP: lower_map,
 }
-
-
-# ---------------------------------------------------------------- blocks
-
-
-def block_template(
-    context: Context,
-    index: int,
-    block: BlockGraph,
-    layouts: Sequence[Layout],
-    flags: Sequence[tuple[bool, bool]],
-) -> Template:
-    """The joint local program of a block for given input layouts, made once."""
-    key = (index, tuple(layouts), tuple(flags))
-    if key in context.templates:
-        return context.templates[key]
-    p = Partitioner(context)
-    inputs = []
-    for value, layout, (pinned, static) in zip(block.inputs, layouts, flags, strict=True):
-        local = Local(value.dtype, layout, value.name, pinned=pinned, static=static)
-        inputs.append(local)
-        p.env[value] = [local]
-    graph = block.graph
-    p.hints.update(
-        gradient_hints(
-            graph, {grad: layouts[i] for grad, i in zip(block.grads, block.grad_inputs, strict=True)}
-        )
-    )
-    for value, tensor in graph.constants.items():
-        p.env[value] = [context.constant(value, tensor)]
-    for node in graph.nodes[: block.num_forward]:
-        p.node(node)
-    outputs = []
-    for value in block.outputs:
-        entry = p.env[value]
-        layout = Layout.replicated(value.shape) if isinstance(entry, Lazy) else Layout(entry[0].layout.dims)
-        outputs.append(p.get(value, layout, cause=f"output of {block.name}", phase="F"))
-    tangents = []
-    for value, i in zip(block.tangents, block.tangent_outputs, strict=True):
-        local = Local(value.dtype, outputs[i].layout, value.name)
-        tangents.append(local)
-        p.env[value] = [local]
-    for node in graph.nodes[block.num_forward :]:
-        p.node(node)
-    grads = []
-    for value, i in zip(block.grads, block.grad_inputs, strict=True):
-        entry = p.env[value]
-        if isinstance(entry, Lazy):
-            layout = layouts[i]
-        elif inputs[i].pinned:
-            layout = entry[0].layout
-        else:
-            layout = layouts[i]
-        grads.append(p.get(value, layout, cause=f"cotangent of an input of {block.name}", phase="B"))
-    items = drop_dead(p.items, outputs + grads)
-    template = Template(block.name, index, items, inputs, tangents, outputs, grads, block.grad_inputs)
-    context.templates[key] = template
-    return template
-
-
-def gradient_hints(graph: Graph, wanted: Mapping[Value, Layout]) -> dict[Value, Layout]:
-    """Cotangents prefer the layout of their primal; carried back through autograd's adds and transposes."""
-    hints = dict(wanted)
-    for node in reversed(graph.nodes):
-        for out in node.outs:
-            layout = hints.get(out)
-            if layout is None:
-                continue
-            if node.target == "aten.add.Tensor":
-                for value in node.inputs:
-                    if value.shape == out.shape:
-                        hints.setdefault(value, layout)
-            elif node.target in (
-                "aten.t.default",
-                "aten.permute.default",
-                "aten.transpose.int",
-                "aten.view.default",
-                "aten._unsafe_view.default",
-                "aten.clone.default",
-                "aten._to_copy.default",
-            ):
-                rule = find_rule(node)
-                choice = propagate.choose_for_output(rule, layout) if rule else None
-                if choice is not None:
-                    hints.setdefault(node.inputs[0], choice.ins[0])
-    return hints
-
-
-def check_mesh_axes(layouts: Iterable[tuple[str, Layout]], mesh: Mesh) -> None:
-    """Every axis of a layout is an axis of the mesh."""
-    for path, layout in layouts:
-        for axis in layout.sharded_axes:
-            if mesh.shape.get(axis.name) != axis.total:
-                raise ShardingError(
-                    f"{path} is sharded over {axis}, which the mesh {mesh} lacks", fix="use the step's mesh"
-                )

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fparallel.compiler.rules import Rule
-from fparallel.layout import Factor, Layout, common_refinement, regroup
+from fparallel.factors import Factor, common_refinement, regroup
+from fparallel.layout import Layout
 from fparallel.mesh import Axis
 
 FLOPS_PER_BYTE = 100.0

@@ -21,17 +21,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from fparallel.errors import LayoutError
-from fparallel.layout import (
-    Factor,
-    Layout,
-    align,
-    atoms_of,
-    axis_atoms,
-    compact,
-    refine_axes,
-    same,
-    same_dim,
-)
+from fparallel.factors import Factor, align, atoms_of, axis_atoms, compact, refine_axes, same_dim
+from fparallel.layout import Layout, same
 from fparallel.mesh import Axis, axes_text, merge_axes
 from fparallel.schedule.geometry import find_axes
 

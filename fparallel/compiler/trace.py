@@ -8,11 +8,6 @@ signature and stay calls.
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import sys
-import sysconfig
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fparallel import random, tree
+from fparallel import random
 from fparallel._compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -29,44 +24,14 @@ from fparallel._compat import (
     current_backward_sequence,
     forward_sequence,
     fresh_fake,
-    functorch_active,
 )
 from fparallel.compiler.blocks import BlockTracing
 from fparallel.compiler.graph import BlockGraph, Graph, MapGraph, Node, Program, Value, map_values
+from fparallel.compiler.sources import error_line, user_line, variable_of
 from fparallel.errors import FparallelError, TraceError
-from fparallel.transforms import current_recorder, recording
+from fparallel.recorder import recording
 
-_SKIP: tuple[str, ...] = (
-    os.path.dirname(torch.__file__) + os.sep,
-    sysconfig.get_paths()["stdlib"] + os.sep,
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-)
-_SITE = os.path.dirname(os.path.dirname(torch.__file__))
-_SKIP += tuple(os.path.join(_SITE, name) + os.sep for name in ("einops", "optree", "jaxtyping", "beartype"))
-_OWN_MODELS = os.path.join(_SKIP[2], "models") + os.sep
 _CONSTANT_LIMIT = 64 * 2**20
-
-
-@functools.cache
-def is_user_file(name: str) -> bool:
-    """Whether a source file is the user's: neither torch's, Python's nor fparallel's (its models count as a user's)."""
-    if name.startswith(_OWN_MODELS):
-        return True
-    return (
-        not name.startswith("<")
-        and ("site-packages" in name or not name.startswith(_SKIP[1]))
-        and not any(name.startswith(folder) for folder in _SKIP if folder != _SKIP[1])
-    )
-
-
-def user_line() -> str:
-    """`file.py:12` of the innermost frame that is neither torch's, Python's nor fparallel's."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 class Tracer(TorchDispatchMode):
@@ -153,6 +118,11 @@ class Tracer(TorchDispatchMode):
                 fix="keep shapes and branches independent of data: use torch.where, masks, or fixed sizes",
                 where=source,
             ) from error
+        except Exception:
+            _map_tensors(
+                self.value, [*args, *kwargs.values()]
+            )  # a tensor of another trace is the likelier cause
+            raise
         self.record(func, args, kwargs, out, source)
         return out
 
@@ -220,7 +190,7 @@ class Tracer(TorchDispatchMode):
             written = spec.alias_info is not None and spec.alias_info.is_write
             if written and isinstance(arg, Tensor) and not isinstance(arg, FakeTensor):
                 raise TraceError(
-                    f"{func} writes in place into {self.recorder.name_of(arg)}, a tensor that the function closes over",
+                    f"{func} writes in place into {variable_of(arg)}, a tensor that the function closes over",
                     fix="a step is pure: pass the tensor as an argument, compute a new one and return it",
                     where=source,
                 )
@@ -339,7 +309,7 @@ class StepRecorder(BlockTracing):
 
     def check_constant(self, tensor: Tensor) -> None:
         if tensor.requires_grad:
-            name = self.name_of(tensor)
+            name = variable_of(tensor)
             raise TraceError(
                 f"the step closes over {name}, a {tuple(tensor.shape)} tensor that requires grad",
                 fix="pass it as an argument (its gradient would be lost), or close over tensor.detach()",
@@ -352,19 +322,6 @@ class StepRecorder(BlockTracing):
                 fix="pass large tensors as arguments, so that rules can shard them",
                 where=user_line(),
             )
-
-    @staticmethod
-    def name_of(tensor: Tensor) -> str:
-        """The variable of a user's frame that holds a tensor."""
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if is_user_file(frame.f_code.co_filename):
-                for scope in (frame.f_locals, frame.f_globals):
-                    for name, held in list(scope.items()):
-                        if held is tensor:
-                            return f"the variable {name!r}"
-            frame = frame.f_back
-        return "a variable"
 
     @contextlib.contextmanager
     def backward_phase(self) -> Iterator[None]:
@@ -449,26 +406,3 @@ def explain(error: Exception) -> Exception:
             where=line,
         )
     return error
-
-
-def error_line(error: BaseException) -> str:
-    """The innermost user line of a traceback."""
-    line, trace_ = "", error.__traceback__
-    while trace_ is not None:
-        name = trace_.tb_frame.f_code.co_filename
-        if is_user_file(name):
-            line = f"{os.path.basename(name)}:{trace_.tb_lineno}"
-        trace_ = trace_.tb_next
-    return line
-
-
-__all__ = [
-    "StepRecorder",
-    "Tracer",
-    "current_recorder",
-    "error_line",
-    "functorch_active",
-    "trace",
-    "tree",
-    "user_line",
-]

@@ -9,7 +9,7 @@ from torch import Tensor
 from fparallel.optim.base import GradientTransformation, Tree
 from fparallel.optim.leaves import is_optimized, map_leaves_to, wide, zeros_like
 from fparallel.optim.scaling import new_count
-from fparallel.transforms import Stage
+from fparallel.recorder import Stage
 from fparallel.tree import dataclass
 
 __all__ = ["ScaleByAdamState", "scale_by_adam"]

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fparallel.leaf_maps import map_leaves
 from fparallel.optim.leaves import zeros_like
-from fparallel.transforms import Stage, map_leaves
+from fparallel.recorder import Stage
 from fparallel.tree import dataclass
 
 __all__ = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fparallel.leaf_maps import map_leaves, sum_squares
 from fparallel.optim.base import GradientTransformation, Tree, stateless
 from fparallel.optim.errors import OptimError
 from fparallel.optim.leaves import is_optimized, scale_leaves
-from fparallel.transforms import map_leaves, sum_squares
 
 __all__ = ["clip", "clip_by_global_norm", "global_norm"]
 

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fparallel.leaf_maps import map_leaves
 from fparallel.optim.base import GradientTransformation, Tree, stateless
 from fparallel.optim.errors import OptimError
 from fparallel.optim.leaves import is_optimized, wide
 from fparallel.optim.masking import masked
-from fparallel.transforms import Stage, map_leaves
+from fparallel.recorder import Stage
 
 __all__ = ["add_decayed_weights"]
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from fparallel import tree
+from fparallel.leaf_maps import map_leaves
 from fparallel.optim.errors import OptimError
-from fparallel.transforms import Stage, map_leaves
+from fparallel.recorder import Stage
 
 __all__ = ["is_optimized", "map_leaves_to", "scale_leaves", "scaled", "wide", "zeros_like"]
 

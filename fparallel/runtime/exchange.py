@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fparallel.layout import Factor, Layout, align
+from fparallel.factors import Factor, align
+from fparallel.layout import Layout
 from fparallel.mesh import Axis, Mesh
 from fparallel.schedule.ir import Collective, Schedule
 

@@ -16,19 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fparallel.layout import (
-    COMBINE,
-    Factor,
-    Layout,
-    align,
-    axis_atoms,
-    chunk_sizes,
-    identity,
-    piece,
-    refine_axes,
-    split_factor,
-    typed,
-)
+from fparallel.factors import Factor, align, axis_atoms, chunk_sizes, piece, refine_axes, split_factor
+from fparallel.layout import COMBINE, Layout, identity, typed
 from fparallel.mesh import Axis, Mesh, axes_text
 from fparallel.schedule.local_ops import narrow
 from fparallel.schedule.segment import Narrowing

@@ -18,7 +18,8 @@ import functools
 import itertools
 import math
 
-from fparallel.layout import Factor, Layout, align, atoms_of, refine_axes
+from fparallel.factors import Factor, align, atoms_of, refine_axes
+from fparallel.layout import Layout
 from fparallel.mesh import Axis, axes_text
 from fparallel.schedule.geometry import axis_atoms, member_coords
 from fparallel.schedule.ir import REDUCING

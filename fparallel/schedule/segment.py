@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from fparallel.layout import Layout, align, typed
+from fparallel.factors import align
+from fparallel.layout import Layout, typed
 from fparallel.mesh import Axis
 
 Coords = Mapping[str, int]

@@ -19,6 +19,9 @@ KINDS = (
     "vmap",
     "jvp",
     "energy",
+    "linear",
+    "encoder",
+    "subclass",
 )
 LOSSES = ("ce", "mean", "means", "mse", "sum", "vmap", "gather", "smooth", "ignore")
 OPTIMIZERS = ("sgd", "momentum", "adamw", "lion", "manual", "frozen")

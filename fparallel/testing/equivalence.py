@@ -15,8 +15,8 @@ from fparallel.array import Array, device_get
 from fparallel.errors import FparallelError
 from fparallel.layout import Layout, typed
 from fparallel.mesh import Mesh
+from fparallel.rules import Rules
 from fparallel.runtime.transport.simulated import SimulatedTransport
-from fparallel.sharding import Rules
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _SHOWN = 8

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fparallel import optim, random, tree
+from fparallel.mean import Mean
 from fparallel.mesh import make_mesh
-from fparallel.sharding import Rules
+from fparallel.rules import Rules
 from fparallel.testing.descriptions import Block, Case
 from fparallel.testing.equivalence import assert_equivalent
 from fparallel.testing.small_models import (
@@ -25,7 +26,8 @@ from fparallel.testing.small_models import (
     normed,
     use_extras,
 )
-from fparallel.transforms import Mean, value_and_grad
+from fparallel.testing.small_modules import module_globs
+from fparallel.transforms import value_and_grad
 from fparallel.tree import TrainState
 
 
@@ -92,7 +94,7 @@ def _manual(params: Any, grads: Any, momentum: Any) -> tuple[Any, Any]:
 def build(c: Case) -> Problem:
     """The functions, arguments, mesh and rules of a case."""
     mesh = make_mesh([size for _, size in c.mesh], [name for name, _ in c.mesh], kind="simulated")
-    rules = Rules(**dict(c.names))
+    rules = Rules(module_globs(c), **dict(c.names))
     if c.zero is not None:
         rules = rules.zero(c.zero[0], axis=c.zero[1], min_elements=c.zero[2])
     runs = [make_block(b, c) for b in c.blocks]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fparallel import random, tree
 from fparallel.testing.descriptions import Block, Case
+from fparallel.testing.small_modules import MODULES, init_module, run_module
 from fparallel.transforms import block, grad, with_sharding_constraint
 
 # ---------------------------------------------------------------- parameters
@@ -97,6 +98,8 @@ def init_norm(b: Block, c: Case, draw: Draw) -> Norm | None:
 def init_block(b: Block, c: Case, draw: Draw) -> Any:
     """The parameters of a block."""
     d, m, h, g, k = c.dim, c.hidden, c.heads, c.kv_heads, c.head_dim
+    if b.kind in MODULES:
+        return init_module(b, c, draw)
     norm = init_norm(b, c, draw)
     if b.kind == "glu":
         return Glu(norm, draw(d, m), draw(d, m), draw(m, d))
@@ -216,6 +219,8 @@ def _write_slices(y: Tensor) -> Tensor:
 
 def _update(b: Block, c: Case, p: Any, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
     """What a block adds to the residual stream f64[batch, seq, embed]."""
+    if b.kind in MODULES:
+        return run_module(b, c, p, x)
     x = normed(b, p, x)
     if b.kind == "glu":
         return (F.silu(x @ p.gate) * (x @ p.up)) @ p.down

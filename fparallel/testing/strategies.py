@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fparallel.mesh import Mesh, make_mesh
-from fparallel.sharding import Rules
+from fparallel.rules import Rules
 from fparallel.testing.descriptions import EXTRAS, KINDS, Block, Case
 
 AXES = ("dp", "tp", "sp", "x", "replica", "data_parallel")

@@ -5,6 +5,7 @@ from hypothesis import given
 
 import fparallel as fp
 from fparallel.testing.descriptions import EXTRAS, LOSSES, OPTIMIZERS
+from fparallel.testing.small_modules import MODULES
 from tests.property.verdicts import check
 
 # Each theme draws from all meshes, rules, ZeRO stages and sizes, and leans on one kind of trouble.
@@ -18,6 +19,7 @@ THEMES = {
     "torch": fp.testing.cases(
         kinds=("einsum", "custom", "inplace", "slices", "vmap", "jvp", "energy", "mixer")
     ),
+    "modules": fp.testing.cases(kinds=MODULES),
     "dropout": fp.testing.cases(kinds=("mlp", "glu", "attention"), dropout=True),
     "axes": fp.testing.cases(kinds=("mlp", "attention"), min_axes=3, max_axes=4, max_blocks=2),
     "optimizers": fp.testing.cases(kinds=("mlp", "glu"), optimizers=OPTIMIZERS, max_blocks=1),

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fparallel.layout import Factor, Layout
+from fparallel.factors import Factor
+from fparallel.layout import Layout
 from fparallel.mesh import Axis, Mesh, make_mesh
 from fparallel.schedule import COLLECTIVES, Buffer, Collective, Free, Program, Schedule, Wait
 from fparallel.schedule.geometry import apply, permute_sources

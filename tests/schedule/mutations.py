@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fparallel.layout import Factor, Layout
+from fparallel.factors import Factor
+from fparallel.layout import Layout
 from fparallel.mesh import Mesh
 from fparallel.schedule import (
     Buffer,

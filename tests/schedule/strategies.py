@@ -15,7 +15,8 @@ import random
 import torch
 from hypothesis import strategies as st
 
-from fparallel.layout import Factor, Layout
+from fparallel.factors import Factor
+from fparallel.layout import Layout
 from fparallel.mesh import Axis, Mesh
 from fparallel.schedule import (
     Buffer,

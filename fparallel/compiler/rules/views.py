@@ -56,7 +56,7 @@ def _group(
     factors: Factors,
     locked: set[int],
 ) -> None:
-    from fparallel.layout import common_refinement
+    from fparallel.factors import common_refinement
 
     a, b = [src[i] for i in src_range], [dst[j] for j in dst_range]
     chain = common_refinement(a or [1], b or [1])

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fparallel.layout import chunk_sizes
+from fparallel.factors import chunk_sizes
 from fparallel.mesh import Axis
 from fparallel.runtime.exchange import Cut, Exchange, Move, deliver
 from fparallel.runtime.transport.base import Issue, Pending

@@ -1,0 +1,60 @@
+"""Partitioning the nodes that are not ops: marks of gradients, sharding constraints, a tree's sum of squares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fparallel.compiler.context import Lazy
+from fparallel.compiler.graph import Node
+from fparallel.compiler.local import Local, Op
+from fparallel.factors import atoms_of
+from fparallel.layout import Layout
+from fparallel.schedule.segment import IsFirst
+
+if TYPE_CHECKING:
+    from fparallel.compiler.partition import Partitioner
+
+
+def mark_grads(p: Partitioner, node: Node) -> None:
+    """Gradients leave autograd here: each pending sum is reduced once, into the layout that the rules give it."""
+    grads, leaves, paths = node.args
+    for grad, leaf, path, out in zip(grads, leaves, paths, node.outs, strict=True):
+        layout = p.roles.gradient.get(leaf) or p.roles.gradient_by_path(path, leaf.shape)
+        made = p.get(grad, layout or p.lies(leaf), cause=f"gradient of {path}", source=node.source, phase="B")
+        p.env[out] = [made]
+
+
+def constrain(p: Partitioner, node: Node) -> None:
+    value, index = node.args
+    layout = p.context.constrain(p.context.program.constraints[index], value.shape)
+    made = p.get(value, layout, cause="sharding constraint", source=node.source, phase=node.phase)
+    p.env[node.outs[0]] = [made]
+
+
+def sum_squares(p: Partitioner, node: Node) -> None:
+    """Every rank sums what it holds and is counted for; one all-reduce over all axes that shard any leaf."""
+    leaves = node.args[0]
+    locals_ = []
+    for value in leaves:
+        lazy = isinstance(p.env[value], Lazy)
+        layout = p.lies(value) if lazy else Layout(p.versions(value)[0].layout.dims)
+        locals_.append(p.get(value, layout, cause="sum of squares", source=node.source, phase=node.phase))
+    atoms = p.context.atoms
+    held = [{atom for axis in x.layout.sharded_axes for atom in atoms_of(axis, atoms)} for x in locals_]
+    axes = sorted(set().union(*held), key=lambda a: (a.name, a.pre))
+    counted = [IsFirst(tuple(a for a in axes if a not in mine)) for mine in held]
+    out = node.outs[0]
+    made = Local(out.dtype, Layout.of((), [(a, "sum") for a in axes]))
+    flops = sum(2 * x.layout.max_local_numel for x in locals_)
+    p.items.append(
+        Op(
+            "local.sum_squares",
+            (locals_, counted, out.dtype, p.context.mesh.device),
+            {},
+            [made],
+            node.source,
+            node.phase,
+            flops=flops,
+        )
+    )
+    p.env[out] = [made]
