@@ -100,8 +100,10 @@ def fresh_fake(
 ) -> list[FakeTensor]:
     """New contiguous fake tensors, made without a dispatch each: a step may need ten thousand of them.
 
-    The constructor's own work (some 20 attributes) is done once and its outcome copied.
+    The constructor's own work (some 20 attributes) is done once and its outcome copied. Fakes of one shape share a
+    meta tensor's storage, which holds nothing, but each has a version counter of its own.
     """
+    metas: dict[Any, torch.Tensor] = mode.__dict__.setdefault("_fparallel_metas", {})
     states: dict[str, tuple[dict[str, Any], torch.device]] = mode.__dict__.setdefault("_fparallel_states", {})
     fakes: list[FakeTensor] = []
     with torch._C._DisableTorchDispatch():
@@ -109,10 +111,12 @@ def fresh_fake(
             first = FakeTensor(mode, torch.empty((), device="meta"), torch.device(device))
             states[device] = dict(first.__dict__), first.fake_device
         state, where = states[device]
-        for shape, dtype in shapes:
-            meta = torch.empty(shape, dtype=dtype, device="meta")
+        for key in shapes:
+            meta = metas.get(key)
+            if meta is None:
+                meta = metas[key] = torch.empty(key[0], dtype=key[1], device="meta")
             fake = torch.Tensor._make_subclass(
-                FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=where
+                FakeTensor, meta.data, False, dispatch_device=True, device_for_backend_keys=where
             )
             torch._C._set_throw_on_mutable_data_ptr(fake)
             fake.__dict__.update(state)

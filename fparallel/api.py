@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -190,6 +191,22 @@ class Compiled:
                     )
 
 
+def _uncollected(method: Callable) -> Callable:
+    """Tracing and lowering make many objects that all live on: Python's collector would look through them in vain."""
+
+    @functools.wraps(method)
+    def run(*args: Any) -> Any:
+        was = gc.isenabled()
+        gc.disable()
+        try:
+            return method(*args)
+        finally:
+            if was:
+                gc.enable()
+
+    return run
+
+
 def _nan_paths(paths: Sequence[str], shards: Sequence[Sequence[Tensor | None]]) -> list[str]:
     """The arguments of which a rank of this process holds NaN."""
     held = zip(paths, *shards, strict=True)
@@ -276,6 +293,7 @@ class Jitted:
             placed,
         )
 
+    @_uncollected
     def _trace(self, arguments: Arguments) -> Traced:
         found: list[Any] = []
 
@@ -303,11 +321,12 @@ class Jitted:
 
     # -------------------------------------------------------------- lowering
 
+    @_uncollected
     def lower_traced(self, traced: Traced) -> Lowered:
         planner = Planner(self.name, self.mesh, self.rules, self.in_shardings, self.out_shardings)
-        plans, out_plans = planner.input_plans(traced.arguments), planner.output_plans(traced)
+        plans, same_place = planner.input_plans(traced.arguments), same_places(traced)
+        out_plans = planner.output_plans(traced, plans, same_place)
         planner.check_rules(traced)
-        same_place = same_places(traced, plans, out_plans)
         wanted = planner.wanted(traced, plans, out_plans, same_place)
         donated = self.binder.donated(traced.arguments)
         warn_undonated(plans, donated, same_place)

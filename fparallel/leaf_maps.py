@@ -70,11 +70,14 @@ def sum_squares(values: Any) -> Tensor:
     if functorch_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in leaves)):
         dtype = sum_squares_dtype(leaves)
         return torch.stack([x.to(dtype).square().sum() for x in leaves]).sum()
+    recorder = current_recorder()
+    if recorder is not None:
+        return recorder.sum_squares(leaves, sum_squares_dtype(leaves))
     return torch.ops.fparallel.sum_squares(leaves)
 
 
 def sum_squares_dtype(leaves: Sequence[Tensor]) -> torch.dtype:
-    return functools.reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32)
+    return functools.reduce(torch.promote_types, {x.dtype for x in leaves}, torch.float32)
 
 
 _library = torch.library.Library("fparallel", "FRAGMENT")

@@ -68,12 +68,12 @@ class LogicalSpec:
     @property
     def names(self) -> frozenset[str]:
         """Every logical name in it, those of list indices included."""
-        return names_of(self.dims) | {name for name, _, _ in self.index_axes}
+        own = names_of(self.dims)
+        return own.union(name for name, _, _ in self.index_axes) if self.index_axes else own
 
     def __str__(self) -> str:
-        dims = " ".join(_render(dim) for dim in self.dims)
         index = "".join(f" of {name} {i}/{n}" for name, i, n in self.index_axes)
-        return f"{dims}{index}".strip()
+        return f"{_render_dims(self.dims)}{index}".strip()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -129,6 +129,12 @@ def parse_jaxtyping(dim_str: str) -> tuple[LogicalDim, ...]:
     return parse_logical(dim_str)
 
 
+@functools.lru_cache(maxsize=4096)
+def _render_dims(dims: tuple[LogicalDim, ...]) -> str:
+    return " ".join(map(_render, dims))
+
+
+@functools.lru_cache(maxsize=4096)
 def names_of(dims: tuple[LogicalDim, ...]) -> frozenset[str]:
     """The logical names in ``dims``."""
     return frozenset(name for dim in dims for name, _ in dim if name is not None)

@@ -14,7 +14,7 @@ from fparallel.errors import ShardingError
 from fparallel.layout import Layout, typed
 from fparallel.logical import LogicalSpec, names_of
 from fparallel.mesh import Mesh
-from fparallel.rules import LeafPlan, Rules
+from fparallel.rules import LeafPlan, Rules, glob_matches, is_under
 from fparallel.sharding import LayoutSharding, NamedSharding, PartitionSpec, spec_layout, warn
 
 if TYPE_CHECKING:
@@ -75,18 +75,32 @@ class Planner:
                     plan.cause, plan.named = "in_shardings", True
         return plans
 
-    def output_plans(self, traced: Traced) -> list[LeafPlan]:
-        """How the rules would have every output leaf lie."""
+    def output_plans(
+        self, traced: Traced, plans: list[LeafPlan], same_place: list[int | None]
+    ) -> list[LeafPlan]:
+        """How the rules would have every output leaf lie; one that replaces an argument has the argument's plan."""
         leaves = [ShapeDtypeStruct(*aval) for aval in traced.out_avals]
         if self.rules is not None:
-            return self.rules.plan(
-                traced.out_paths, leaves, traced.out_specs, self.mesh, used_globs=self.used_globs
+            rest = [i for i, place in enumerate(same_place) if place is None]
+            if any(is_under(traced.out_paths[i], self.rules.opt_state_component) for i in rest):
+                rest = list(range(len(leaves)))  # what mirrors parameters is planned together with them
+            planned = self.rules.plan(
+                [traced.out_paths[i] for i in rest],
+                [leaves[i] for i in rest],
+                [traced.out_specs[i] for i in rest],
+                self.mesh,
+                used_globs=self.used_globs,
             )
-        plans = []
+            found = dict(zip(rest, planned, strict=True))
+            return [
+                found[i] if i in found or place is None else plans[place].at(path)
+                for i, (path, place) in enumerate(zip(traced.out_paths, same_place, strict=True))
+            ]
+        replicated = []
         for path, leaf in zip(traced.out_paths, leaves, strict=True):
             layout = Layout.replicated(leaf.shape)
-            plans.append(LeafPlan(path, leaf.shape, leaf.dtype, layout, layout, layout))
-        return plans
+            replicated.append(LeafPlan(path, leaf.shape, leaf.dtype, layout, layout, layout))
+        return replicated
 
     def _given(self, sharding: Any, shape: tuple[int, ...], path: str) -> Layout:
         if isinstance(sharding, PartitionSpec):
@@ -132,7 +146,9 @@ class Planner:
         components = {part for path in paths for part in path.split(".")}
         for pattern in self.rules.globs:
             absent = {"params", "opt_state", "batch", "state", "key"} - components
-            if pattern not in self.used_globs and pattern.split(".")[0] not in absent:
+            if pattern in self.used_globs or any(glob_matches(pattern, path) for path in traced.out_paths):
+                continue
+            if pattern.split(".")[0] not in absent:
                 raise ShardingError(
                     f"the glob {pattern!r} matches no leaf of {self.name}",
                     fix="mend or remove it; the paths are "
@@ -161,14 +177,15 @@ def _is_sharding(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec | NamedSharding | LayoutSharding)
 
 
-def same_places(traced: Traced, plans: list[LeafPlan], out_plans: list[LeafPlan]) -> list[int | None]:
+def same_places(traced: Traced) -> list[int | None]:
     """Per output leaf the argument leaf that it replaces: outputs with the structure of an argument."""
     arguments = traced.arguments
     starts, position = [], 0
     for treedef in arguments.treedefs:
         starts.append(position)
         position += treedef.num_leaves
-    result: list[int | None] = [None] * len(out_plans)
+    avals, out_avals = arguments.avals(), traced.out_avals
+    result: list[int | None] = [None] * len(out_avals)
     taken: set[int] = set()
     parts = traced.out_treedef.children() if traced.out_treedef.type is tuple else [traced.out_treedef]
     offset = 0
@@ -178,10 +195,7 @@ def same_places(traced: Traced, plans: list[LeafPlan], out_plans: list[LeafPlan]
             if i in taken or part != treedef or not treedef.num_leaves:
                 continue
             pairs = list(zip(range(offset, offset + treedef.num_leaves), leaves, strict=True))
-            if all(
-                out_plans[o].shape == plans[a].shape and out_plans[o].dtype == plans[a].dtype
-                for o, a in pairs
-            ):
+            if all(out_avals[o] == avals[a] for o, a in pairs):
                 taken.add(i)
                 for o, a in pairs:
                     result[o] = a

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -37,6 +38,7 @@ class Recorder(Protocol):
     def map_leaves(
         self, fn: Callable, leaves: list[list[Tensor]], shared: list[Any], stage: Stage | None
     ) -> tuple[list[list[Tensor]], bool]: ...
+    def sum_squares(self, leaves: list[Tensor], dtype: torch.dtype) -> Tensor: ...
     def constrain(self, x: Tensor, spec: Any) -> Tensor: ...
 
 

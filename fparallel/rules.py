@@ -16,7 +16,7 @@ from fparallel import tree
 from fparallel.errors import ShardingError
 from fparallel.factors import Factor
 from fparallel.layout import Layout
-from fparallel.logical import LogicalSpec
+from fparallel.logical import LogicalSpec, names_of
 from fparallel.mesh import Axis, Mesh
 from fparallel.sharding import PartitionSpec, check_axes_once, hint, named_axes, sharding_of, spec_layout
 
@@ -45,6 +45,20 @@ class LeafPlan:
     role: str = ""
     cause: str = "replicated: no rule names it"
     named: bool = False
+
+    def at(self, path: str) -> LeafPlan:
+        """The same plan for a leaf at another path."""
+        return LeafPlan(
+            path,
+            self.shape,
+            self.dtype,
+            self.storage,
+            self.compute,
+            self.gradient,
+            self.role,
+            self.cause,
+            self.named,
+        )
 
 
 @dataclass(frozen=True)
@@ -107,6 +121,10 @@ class Rules:
         axes = (axis,) if isinstance(axis, str) else tuple(axis)
         object.__setattr__(copy, "zero_options", Zero(stage, axes, min_elements, params, opt_state))
         return copy
+
+    @property
+    def opt_state_component(self) -> str:
+        return (self.zero_options or Zero(0, ())).opt_state
 
     def shardings(self, value: Any, mesh: Mesh) -> Any:
         """How the rules shard every leaf of a tree at rest: a tree of shardings."""
@@ -188,7 +206,7 @@ class Rules:
     def _glob_for(self, path: str, used: set[str]) -> PartitionSpec | str | None:
         found = None
         for pattern, value in self.globs.items():
-            if _matches(pattern, path):
+            if glob_matches(pattern, path):
                 used.add(pattern)
                 found = value
         return found
@@ -213,11 +231,11 @@ class Rules:
             plans.append(plan)
         self._list_axes(paths, mesh, used)
         zero = self.zero_options or Zero(0, ())
-        params = {p.path.split(f"{zero.params}.", 1)[1]: p for p in plans if _under(p.path, zero.params)}
+        params = {p.path.split(f"{zero.params}.", 1)[1]: p for p in plans if is_under(p.path, zero.params)}
         for plan in plans:
-            if _under(plan.path, zero.params):
+            if is_under(plan.path, zero.params):
                 plan.role = "params"
-            elif _under(plan.path, zero.opt_state):
+            elif is_under(plan.path, zero.opt_state):
                 plan.role = "opt_state"
                 self._mirror(plan, params)
             self._apply_zero(plan, zero, mesh)
@@ -244,7 +262,7 @@ class Rules:
             layout, cause, named = self.logical_layout(logical, shape, mesh, path), f"glob '{glob}'", True
         elif spec is not None and (spec.dims or not shape):
             layout = self.logical_layout(spec, shape, mesh, path)
-            named = any(name in self.names for dim in spec.dims for name, _ in dim)
+            named = not self.names.keys().isdisjoint(names_of(spec.dims))
             cause = f"logical axes '{spec}'"
         elif batch and shape and "batch" in self.names:
             batched = LogicalSpec(((("batch", None),), *(((None, None),) for _ in shape[1:])))
@@ -267,11 +285,13 @@ class Rules:
 
     def _list_axes(self, paths: Sequence[str], mesh: Mesh, used: set[str]) -> None:
         """Globs that match a list node name its index; an index can only live on an axis of size 1 here."""
+        if all(isinstance(value, PartitionSpec) for value in self.globs.values()):
+            return
         nodes = {
             ".".join(parts[:i]) for path in paths for parts in [path.split(".")] for i in range(1, len(parts))
         }
         for pattern, value in self.globs.items():
-            if isinstance(value, str) and any(_matches(pattern, node) for node in nodes):
+            if isinstance(value, str) and any(glob_matches(pattern, node) for node in nodes):
                 used.add(pattern)
 
     @staticmethod
@@ -289,19 +309,12 @@ class Rules:
         least = {"params": 3, "opt_state": 1}.get(plan.role)
         if least is None or zero.stage == 0:
             return
-        size = 1
-        for s in plan.shape:
-            size *= s
+        size = math.prod(plan.shape)
         if size == 0 or size < zero.min_elements or not plan.shape:
             return
-        axes = tuple(
-            a
-            for name in zero.axes
-            for a in _free_digits(_zero_axis(name, zero, mesh), plan.compute.sharded_axes)
-        )
-        if not axes:
+        sharded = _zero_layout(plan.compute, zero, mesh)
+        if sharded is plan.compute:
             return
-        sharded = add_axes(plan.compute, axes)
         if zero.stage >= least:
             plan.storage = sharded
             plan.cause += f"; ZeRO-{zero.stage} over {'*'.join(zero.axes)}"
@@ -312,6 +325,14 @@ class Rules:
 @functools.lru_cache(maxsize=65536)
 def _zero_axis(name: str, zero: Zero, mesh: Mesh) -> Axis:
     return named_axes(name, mesh, f"zero({zero.stage}, axis={name!r})")[0]
+
+
+@functools.lru_cache(maxsize=65536)
+def _zero_layout(compute: Layout, zero: Zero, mesh: Mesh) -> Layout:
+    """A layout further sharded over what its ZeRO axes have left; itself if nothing is left."""
+    free = [_free_digits(_zero_axis(name, zero, mesh), compute.sharded_axes) for name in zero.axes]
+    axes = tuple(axis for digits in free for axis in digits)
+    return add_axes(compute, axes) if axes else compute
 
 
 def _free_digits(axis: Axis, used: Iterable[Axis]) -> tuple[Axis, ...]:
@@ -358,15 +379,16 @@ def _sized(
     return [(name, size // known if s is None else s) for name, s in factors]
 
 
-def _under(path: str, component: str) -> bool:
-    parts = path.split(".")
-    return component in parts[:-1]
+def is_under(path: str, component: str) -> bool:
+    """Whether a leaf lies under a component of its path."""
+    return path.startswith(f"{component}.") or f".{component}." in path
 
 
 _GLOBS: dict[str, re.Pattern[str]] = {}
 
 
-def _matches(pattern: str, path: str) -> bool:
+def glob_matches(pattern: str, path: str) -> bool:
+    """Whether a glob matches a whole path, or a suffix of it that begins at a dot."""
     if pattern not in _GLOBS:
         _GLOBS[pattern] = re.compile(r"(?s:(?:.*\.)?" + fnmatch.translate(pattern)[4:-3] + r")\Z")
     return _GLOBS[pattern].match(path) is not None

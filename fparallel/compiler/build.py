@@ -126,6 +126,7 @@ class Builder:
         self.instrs: list[Instr] = []
         self.names: dict[Local, str] = {}
         self.templates: dict[int, tuple[Split, Plan, Plan]] = {}
+        self.unread: dict[tuple[int, bool], frozenset[int]] = {}
         self.counts: dict[str, Any] = {}
         self.call_numbers: dict[tuple[int, int], int] = {}
 
@@ -204,15 +205,18 @@ class Builder:
 
     def find_unread(self, call: Call) -> None:
         """What a call does not read need not be gathered for it."""
-        parts = self.template(call.block)[0]
-        items, results = (
-            (parts.backward, call.block.grads) if call.backward else (parts.forward, call.block.outputs)
-        )
-        read = {value for item in items for value in item.inputs}.union(
-            results, () if call.backward else parts.residuals
-        )
-        formal = call.block.inputs + (call.block.tangents if call.backward else [])
-        call.unread = frozenset(i for i, value in enumerate(formal) if value not in read)
+        key = (id(call.block), call.backward)
+        if key not in self.unread:
+            parts = self.template(call.block)[0]
+            items, results = (
+                (parts.backward, call.block.grads) if call.backward else (parts.forward, call.block.outputs)
+            )
+            read = {value for item in items for value in item.inputs}.union(
+                results, () if call.backward else parts.residuals
+            )
+            formal = call.block.inputs + (call.block.tangents if call.backward else [])
+            self.unread[key] = frozenset(i for i, value in enumerate(formal) if value not in read)
+        call.unread = self.unread[key]
 
     def template(self, template: Template) -> tuple[Split, Plan, Plan]:
         key = id(template)

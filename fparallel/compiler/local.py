@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class Op:
     view: bool = False
     flops: int = 0
 
-    @property
+    @functools.cached_property
     def inputs(self) -> list[Local]:
         return list(locals_of((self.args, self.kwargs)))
 

@@ -249,6 +249,7 @@ def lower_map(p: Partitioner, node: Node) -> None:
     num = len(record.body_of)
     flat, shared = node.args[0], node.args[1]
     names = [_elementwise_name(p, record, body) for body in record.bodies]
+    common: list[Local] | None = None
     for i, which in enumerate(record.body_of):
         row = [flat[c * num + i] for c in range(record.num_trees)]
         outs = [node.outs[k * num + i] for k in range(record.num_outs)]
@@ -259,8 +260,11 @@ def lower_map(p: Partitioner, node: Node) -> None:
         name = names[which]
         if name is None or all(isinstance(p.env[value], Lazy) for value in row):
             _inline(p, clone_graph(record.bodies[which]), [*row, *shared], outs)
-        else:
-            _emit_row(p, node, name, record.bodies[which], row, shared, outs)
+            continue
+        if common is None:
+            whole, cause = Layout.replicated(()), f"{name} reads it for every leaf"
+            common = [p.get(x, whole, cause=cause, source=node.source, phase=node.phase) for x in shared]
+        _emit_row(p, node, name, record.bodies[which], row, common, outs)
 
 
 def _inline(p: Partitioner, graph: Graph, inputs: list[Value], outs: list[Value]) -> None:
@@ -282,28 +286,29 @@ def _emit_row(
     name: str,
     body: Graph,
     row: list[Value],
-    shared: list[Value],
+    common: list[Local],
     outs: list[Value],
 ) -> None:
     shape = row[0].shape
-    dims = tuple((d,) for d in range(len(shape)))
-    rule = Rule(list(shape), [dims] * len(row) + [()] * len(shared), [dims] * len(outs), elementwise=True)
-    row_node = Node(f"map.{name}", None, (*row, *shared), {}, outs, node.source, node.phase)
-    operands = p._operands(row_node)
+    operands = p.operands(row)
     key = (name, shape, tuple(operands))
     choice = p.context.map_choices.get(key)
     if choice is None:
+        dims = tuple((d,) for d in range(len(shape)))
+        rule = Rule(list(shape), [dims] * len(row), [dims] * len(outs), elementwise=True)
         choice = propagate.choose(rule, operands, float(sum(out.nbytes for out in outs)))
         p.context.map_choices[key] = choice
     locals_ = [
         p.get(
             value, layout, cause=f"{name} works where its operands lie", source=node.source, phase=node.phase
         )
-        for value, layout in zip([*row, *shared], choice.ins, strict=True)
+        for value, layout in zip(row, choice.ins, strict=True)
     ]
     made = [Local(out.dtype, layout) for out, layout in zip(outs, choice.outs, strict=True)]
     flops = len(body.nodes) * made[0].layout.max_local_numel
-    p.items.append(Op(f"map.{name}", tuple(locals_), {}, list(made), node.source, node.phase, flops=flops))
+    p.items.append(
+        Op(f"map.{name}", (*locals_, *common), {}, list(made), node.source, node.phase, flops=flops)
+    )
     for value, local in zip(outs, made, strict=True):
         p.env[value] = [local]
 

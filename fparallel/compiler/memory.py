@@ -9,7 +9,7 @@ part of its base is kept instead of the base.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fparallel.compiler.context import Template
 from fparallel.compiler.local import Call, Comm, Item, Local, Op, drop_dead, map_locals
@@ -78,8 +78,7 @@ def split(template: Template) -> Split:
     for item in template.items:
         if id(item) in in_forward:
             continue
-        _replace_inputs(item, fetch)
-        backward.append(item)
+        backward.append(_with_inputs(item, fetch))
     grads = []
     for grad in template.grads:
         grads.append(fetch(grad))
@@ -115,10 +114,9 @@ def _copy(item: Op | Comm, fetch: Callable[[Local], Local]) -> Op | Comm:
     )
 
 
-def _replace_inputs(item: Item, fetch: Callable[[Local], Local]) -> None:
+def _with_inputs(item: Item, fetch: Callable[[Local], Local]) -> Item:
     if isinstance(item, Comm):
-        item.src = fetch(item.src)
-    elif isinstance(item, Op):
-        item.args, item.kwargs = map_locals(fetch, item.args), map_locals(fetch, item.kwargs)
-    else:
-        item.ins = [fetch(value) for value in item.ins]
+        return replace(item, src=fetch(item.src))
+    if isinstance(item, Op):
+        return replace(item, args=map_locals(fetch, item.args), kwargs=map_locals(fetch, item.kwargs))
+    return replace(item, ins=[fetch(value) for value in item.ins])

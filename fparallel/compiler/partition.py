@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fparallel.compiler import propagate
 from fparallel.compiler.block_calls import call, call_backward
@@ -78,7 +78,7 @@ class Partitioner:
             return
         out_bytes = float(sum(out.nbytes for out in node.outs))
         choice = propagate.choose(
-            rule, self._operands(node), out_bytes, [self.hints.get(out) for out in node.outs]
+            rule, self.operands(node.inputs), out_bytes, [self.hints.get(out) for out in node.outs]
         )
         if choice.expand is not None:
             expanded = expand_node(node, choice.expand, self.context.mesh.device)
@@ -101,9 +101,10 @@ class Partitioner:
             and any(isinstance(self.env.get(value), Lazy) for value in node.inputs)
         )
 
-    def _operands(self, node: Node) -> list[Operand]:
+    def operands(self, values: Sequence[Value]) -> list[Operand]:
+        """What the choice of layouts asks of the operands of an op."""
         result = []
-        for value in node.inputs:
+        for value in values:
             entry = self.env[value]
             layouts = () if isinstance(entry, Lazy) else tuple(v.layout for v in self.versions(value))
             pinned = not isinstance(entry, Lazy) and entry[0].pinned and not self.in_update

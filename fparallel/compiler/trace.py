@@ -32,6 +32,7 @@ from fparallel.errors import FparallelError, TraceError
 from fparallel.recorder import recording
 
 _CONSTANT_LIMIT = 64 * 2**20
+_DEVICE = torch.ops.prim.device.default
 
 
 class Tracer(TorchDispatchMode):
@@ -79,6 +80,8 @@ class Tracer(TorchDispatchMode):
         return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks for it 60 times a layer
         kwargs = kwargs or {}
         if self.recorder.tracer is not self:
             return func(*args, **kwargs)
@@ -165,6 +168,15 @@ class Tracer(TorchDispatchMode):
             else:
                 value = Value((), torch.float32, node=node)
             node.outs.append(value)
+        self.graph.nodes.append(node)
+
+    def record_opaque(self, op: Any, args: tuple, like: Sequence[Value], outs: Sequence[Tensor]) -> None:
+        """Records one op whose results `outs`, fresh fakes, have the shapes and dtypes of `like`."""
+        recorded = tuple(_map_tensors(self.value, arg) for arg in args)
+        node = Node(str(op), op, recorded, {}, [], self.source(), self.recorder.phase)
+        node.outs = [Value(value.shape, value.dtype, node=node) for value in like]
+        for out, value in zip(outs, node.outs, strict=True):
+            self.known[id(out)] = (value, out)
         self.graph.nodes.append(node)
 
     def capture(self, fn: Callable, fakes: Sequence[Tensor], names: Sequence[str]) -> Graph:
@@ -304,7 +316,7 @@ class StepRecorder(BlockTracing):
         """Records one opaque op with results of the shapes of `like`, and gives their fakes; no dispatch."""
         assert self.tracer is not None
         outs: list[Tensor] = list(fresh_fake(self.fake_mode, [(v.shape, v.dtype) for v in like], self.device))
-        self.tracer.record(op, args, {}, outs, self.tracer.source())
+        self.tracer.record_opaque(op, args, like, outs)
         return outs
 
     def check_constant(self, tensor: Tensor) -> None:
@@ -343,6 +355,9 @@ class StepRecorder(BlockTracing):
         like = [Value(tuple(g.shape), g.dtype) for g in grads]
         return self.emit(torch.ops.fparallel.mark_grads.default, (grads, leaves, paths), like)
 
+    def sum_squares(self, leaves: list[Tensor], dtype: torch.dtype) -> Tensor:
+        return self.emit(torch.ops.fparallel.sum_squares.default, (leaves,), [Value((), dtype)])[0]
+
     def constrain(self, x: Tensor, spec: Any) -> Tensor:
         self.constraints.append(spec)
         return torch.ops.fparallel.constrain(x, len(self.constraints) - 1)
@@ -364,7 +379,7 @@ def trace(
         extra.append(aux)
         return outs
 
-    fakes = [recorder.fake(shape, dtype) for shape, dtype in avals]
+    fakes = fresh_fake(recorder.fake_mode, avals, device)
     with recording(recorder), recorder.fake_mode, torch.random.fork_rng(devices=[]):
         try:
             graph = recorder.new_tracer().capture(run, fakes, names)

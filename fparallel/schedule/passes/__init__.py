@@ -16,15 +16,17 @@ programs differ), so programs that agree and do not deadlock still do neither af
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 
 from fparallel.errors import ScheduleError, did_you_mean
 from fparallel.schedule.ir import Schedule
-from fparallel.schedule.passes.bucket import bucket
+from fparallel.schedule.passes.bucket import bucket, merge
 from fparallel.schedule.passes.complete import complete
-from fparallel.schedule.passes.early_free import early_free
-from fparallel.schedule.passes.hoist_reductions import hoist_reductions
-from fparallel.schedule.passes.prefetch import prefetch
+from fparallel.schedule.passes.early_free import early_free, free_early
+from fparallel.schedule.passes.hoist_reductions import hoist, hoist_reductions
+from fparallel.schedule.passes.placement import Move, apply_moves
+from fparallel.schedule.passes.prefetch import gather_ahead, prefetch
 from fparallel.schedule.passes.sink_waits import sink_waits
 
 __all__ = [
@@ -55,7 +57,7 @@ def run_passes(
     bucket_bytes: float = 25e6,
     memory_budget: float | None = None,
 ) -> Schedule:
-    """Runs `PASSES` in their order.
+    """Runs `PASSES` in their order, with the waits placed once.
 
     Args:
       schedule: runs and communication in program order, with or without waits and frees.
@@ -71,11 +73,14 @@ def run_passes(
             raise ScheduleError(
                 f"there is no pass {name!r}", fix=f"use one of PASSES; {did_you_mean(name, PASSES)}"
             )
-    options: dict[str, dict[str, float | None]] = {
-        "bucket": {"max_bytes": bucket_bytes},
-        "prefetch": {"memory_budget": memory_budget},
+    if "complete" not in off:
+        schedule = complete(schedule)
+    moves: dict[str, Move | None] = {
+        "hoist_reductions": hoist,
+        "bucket": functools.partial(merge, max_bytes=bucket_bytes),
+        "early_free": free_early,
+        "prefetch": functools.partial(gather_ahead, memory_budget=memory_budget),
+        "sink_waits": None,  # what every move ends with
     }
-    for name, run in PASSES.items():
-        if name not in off:
-            schedule = run(schedule, **options.get(name, {}))
-    return schedule
+    wanted = [name for name in moves if name not in off]
+    return apply_moves(schedule, *filter(None, map(moves.get, wanted))) if wanted else schedule

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 
 from fparallel.schedule.ir import Collective, Free, Instr, Program, Run, Schedule, overwritten
-from fparallel.schedule.passes.placement import map_programs, place_frees, place_waits, without_waits
+from fparallel.schedule.passes.placement import apply_moves, place_frees
 
 
 def bucket(schedule: Schedule, max_bytes: float = 25e6) -> Schedule:
@@ -44,15 +45,15 @@ def bucket(schedule: Schedule, max_bytes: float = 25e6) -> Schedule:
     Order of steps between roles: kept. A collective whose group spans several programs is left alone,
     because what stands in between may differ from program to program.
     """
-    return map_programs(schedule, lambda program: _bucket(schedule, program, max_bytes))
+    return apply_moves(schedule, functools.partial(merge, max_bytes=max_bytes))
 
 
-def _bucket(schedule: Schedule, program: Program, max_bytes: float) -> list[Instr]:
-    instrs = without_waits(program.instrs)
+def merge(schedule: Schedule, program: Program, instrs: list[Instr], *, max_bytes: float) -> list[Instr]:
+    """The move of `bucket`."""
     while True:  # a merge may move what kept others apart
         merged = _merge_once(schedule, program, instrs, max_bytes)
         if merged is instrs:
-            return place_waits(map(_shortened, merged))
+            return list(map(_shortened, merged))
         instrs = merged
 
 

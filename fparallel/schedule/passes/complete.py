@@ -45,5 +45,5 @@ def _complete(program: Program) -> list[Instr]:
         instrs.append(instr)
         if is_async(instr) and all(last_wait.get(name, -1) < i for name in wait_names(instr)):
             instrs.append(Wait(tuple(dict.fromkeys(wait_names(instr)))))
-    left = tuple(name for name in dying(program) if name not in freed)
+    left = tuple(name for name in dying(program, program.instrs) if name not in freed)
     return [*instrs, Free(left)] if left else instrs

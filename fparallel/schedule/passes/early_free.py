@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fparallel.schedule.ir import Free, Instr, Program, Schedule
-from fparallel.schedule.passes.placement import dying, map_programs, place_frees, place_waits, without_waits
+from fparallel.schedule.passes.placement import apply_moves, dying, place_frees
 
 
 def early_free(schedule: Schedule) -> Schedule:
@@ -41,9 +41,10 @@ def early_free(schedule: Schedule) -> Schedule:
     The waits are placed as by sink_waits, which changes nothing afterwards. Order of steps between roles:
     untouched.
     """
-    return map_programs(schedule, _early_free)
+    return apply_moves(schedule, free_early)
 
 
-def _early_free(program: Program) -> list[Instr]:
-    instrs = [instr for instr in without_waits(program.instrs) if not isinstance(instr, Free)]
-    return place_waits(place_frees(instrs, dying(program)))
+def free_early(schedule: Schedule, program: Program, instrs: list[Instr]) -> list[Instr]:
+    """The move of `early_free`."""
+    kept = [instr for instr in instrs if not isinstance(instr, Free)]
+    return place_frees(kept, dying(program, kept))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fparallel.schedule.ir import Collective, Instr, Program, Schedule, is_async
-from fparallel.schedule.passes.placement import map_programs, place_waits, without_waits
+from fparallel.schedule.passes.placement import apply_moves
 
 
 def hoist_reductions(schedule: Schedule) -> Schedule:
@@ -40,11 +40,11 @@ def hoist_reductions(schedule: Schedule) -> Schedule:
     Order of steps between roles: kept. A collective whose group spans several programs moves only past runs
     and past steps inside a role, so all members still issue their common steps in the same order.
     """
-    return map_programs(schedule, lambda program: _hoist(schedule, program))
+    return apply_moves(schedule, hoist)
 
 
-def _hoist(schedule: Schedule, program: Program) -> list[Instr]:
-    instrs = without_waits(program.instrs)
+def hoist(schedule: Schedule, program: Program, instrs: list[Instr]) -> list[Instr]:
+    """The move of `hoist_reductions`."""
     producer: dict[str, int] = {}
     keys: list[
         tuple[int, int, int]
@@ -61,4 +61,4 @@ def _hoist(schedule: Schedule, program: Program) -> list[Instr]:
             crossing = key
         keys.append(key)
         producer.update(dict.fromkeys(instr.writes, i))
-    return place_waits(instrs[i] for _, _, i in sorted(keys))
+    return [instrs[i] for _, _, i in sorted(keys)]

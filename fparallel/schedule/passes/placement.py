@@ -32,6 +32,22 @@ def map_programs(schedule: Schedule, change: Callable[[Program], Sequence[Instr]
     return dataclasses.replace(schedule, programs=programs)
 
 
+# What a pass does to the instructions of a program, which have no waits: it may move, join, add and take away.
+Move = Callable[[Schedule, Program, list[Instr]], list[Instr]]
+
+
+def apply_moves(schedule: Schedule, *moves: Move) -> Schedule:
+    """The schedule after several moves; every wait is then placed anew, as late as is legal."""
+
+    def change(program: Program) -> list[Instr]:
+        instrs = without_waits(program.instrs)
+        for move in moves:
+            instrs = move(schedule, program, instrs)
+        return place_waits(instrs)
+
+    return map_programs(schedule, change)
+
+
 def without_waits(instrs: Iterable[Instr]) -> list[Instr]:
     return [instr for instr in instrs if not isinstance(instr, Wait)]
 
@@ -99,11 +115,13 @@ class _Pending:
         return names
 
 
-def dying(program: Program) -> list[str]:
-    """What a program must free: temps and donated arguments, but for results and what is overwritten."""
-    kept = set(program.results).union(*(overwritten(instr) for instr in program.instrs))
+def dying(program: Program, instrs: Sequence[Instr]) -> list[str]:
+    """What a program of these instructions must free: temps and donated arguments, but for results and what is
+    overwritten.
+    """
+    kept = set(program.results).union(*(overwritten(instr) for instr in instrs))
     names = [name for name in program.arguments if name in program.donated]
-    names += [name for instr in program.instrs for name in instr.writes]
+    names += [name for instr in instrs for name in instr.writes]
     return [name for name in dict.fromkeys(names) if name not in kept]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fparallel.schedule.ir import Collective, Free, Instr, Program, Run, Schedule, overwritten
-from fparallel.schedule.passes.placement import map_programs, place_waits, without_waits
+from fparallel.schedule.passes.placement import apply_moves
 
 
 def prefetch(
@@ -49,9 +50,8 @@ def prefetch(
 
     Order of steps between roles: kept. A gather whose group spans several programs is left where it is.
     """
-    bound = math.inf if ahead_bytes is None else ahead_bytes
-    budget = math.inf if memory_budget is None else memory_budget
-    return map_programs(schedule, lambda program: _prefetch(schedule, program, bound, budget))
+    move = functools.partial(gather_ahead, ahead_bytes=ahead_bytes, memory_budget=memory_budget)
+    return apply_moves(schedule, move)
 
 
 @dataclass
@@ -63,8 +63,17 @@ class _Gather:
     nbytes: int
 
 
-def _prefetch(schedule: Schedule, program: Program, bound: float, budget: float) -> list[Instr]:
-    instrs = without_waits(program.instrs)
+def gather_ahead(
+    schedule: Schedule,
+    program: Program,
+    instrs: list[Instr],
+    *,
+    ahead_bytes: float | None = None,
+    memory_budget: float | None = None,
+) -> list[Instr]:
+    """The move of `prefetch`."""
+    bound = math.inf if ahead_bytes is None else ahead_bytes
+    budget = math.inf if memory_budget is None else memory_budget
     gathers = _gathers(schedule, program, instrs)
     live = _live(schedule, program, instrs)
     ahead = [0.0] * (len(instrs) + 1)
@@ -88,7 +97,7 @@ def _prefetch(schedule: Schedule, program: Program, bound: float, budget: float)
             ahead[i] += gather.nbytes
         moves[gather.at] = place
     keys = sorted(((moves[i], 0, i) if i in moves else (i, 1, i)) for i in range(len(instrs)))
-    return place_waits(instrs[i] for _, _, i in keys)
+    return [instrs[i] for _, _, i in keys]
 
 
 def _gathers(schedule: Schedule, program: Program, instrs: Sequence[Instr]) -> list[_Gather]:

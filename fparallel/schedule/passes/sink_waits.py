@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fparallel.schedule.ir import Schedule
-from fparallel.schedule.passes.placement import map_programs, place_waits, without_waits
+from fparallel.schedule.passes.placement import apply_moves
 
 
 def sink_waits(schedule: Schedule) -> Schedule:
@@ -31,4 +31,4 @@ def sink_waits(schedule: Schedule) -> Schedule:
 
     Order of steps between roles: untouched.
     """
-    return map_programs(schedule, lambda program: place_waits(without_waits(program.instrs)))
+    return apply_moves(schedule)
