@@ -173,9 +173,18 @@ def _walk(
             yield from _walk(child, Hint(registered.hints[name], env), index_axes)
     elif cls in _SEQUENCES:
         axis = _index_axis(hint.text) if hint.text is not None else None
+        known: dict[Any, list[tuple[LogicalSpec, ...]]] = {}
         for i, child in enumerate(children):
             inner = index_axes if axis is None else (*index_axes, (axis, i, len(children)))
-            yield from _walk(child, Hint(_item(args, i), hint.env), inner)
+            key = (id(_item(args, i)), child)  # the layers of a model have one structure: it is walked once
+            if key not in known:
+                known[key] = list(_walk(child, Hint(_item(args, i), hint.env), inner))
+                yield from known[key]
+            elif axis is None:
+                yield from known[key]
+            else:
+                for specs in known[key]:
+                    yield tuple(LogicalSpec(s.dims, inner + s.index_axes[len(inner) :]) for s in specs)
     else:
         value = args[1] if issubclass(cls, collections.abc.Mapping) and len(args) == 2 else Any
         for child in children:

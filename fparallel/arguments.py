@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Arguments:
     owner: list[int]
     statics: tuple[tuple[int | str, Any], ...]
 
+    @functools.cached_property
     def specs(self) -> list[LogicalSpec | None]:
         return [spec for value in self.values for spec in tree.logical_specs(value)]
 

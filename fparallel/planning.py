@@ -39,7 +39,7 @@ class Planner:
             plans = self.rules.plan(
                 arguments.paths,
                 arguments.leaves,
-                arguments.specs(),
+                arguments.specs,
                 mesh,
                 batch_paths=arguments.batch_paths,
                 used_globs=self.used_globs,
@@ -136,12 +136,15 @@ class Planner:
         """Every rule and glob means something here; to be asked once all leaves are planned."""
         if self.rules is None:
             return
-        known = {name for spec in traced.out_specs + traced.arguments.specs() if spec for name in spec.names}
+        specs = {spec for spec in traced.out_specs + traced.arguments.specs if spec}
+        known = {name for spec in specs for name in spec.names}
         for spec in traced.program.constraints:
             if isinstance(spec, str):
                 known |= names_of(tree.parse_logical(spec))
         has_activations = bool(traced.program.constraints) or "batch" in traced.arguments.names
         self.rules.check_names(self.mesh, known, has_activations=has_activations)
+        if not self.rules.globs:
+            return
         paths = traced.arguments.paths + traced.out_paths
         components = {part for path in paths for part in path.split(".")}
         for pattern in self.rules.globs:

@@ -119,20 +119,17 @@ class BlockTracing:
         bodies: list[Graph] = []
         index: dict[Any, int] = {}
         body_of, is_tuple = [], False
-        code = self._code_key(fn)
+        common = (self._code_key(fn), tuple((s.dtype if isinstance(s, Tensor) else s) for s in shared))
         for row in zip(*columns, strict=True):
-            key = (
-                code,
-                tuple((tuple(x.shape), x.dtype) for x in row),
-                tuple((s.dtype if isinstance(s, Tensor) else s) for s in shared),
-            )
-            if key not in index:
+            avals = tuple([(x.shape, x.dtype) for x in row])
+            if avals not in index:
+                key = (common, avals)
                 if key not in self._body_cache:
                     self._body_cache[key] = self._trace_body(fn, row, shared)
                 body, is_tuple = self._body_cache[key]
-                index[key] = len(bodies)
+                index[avals] = len(bodies)
                 bodies.append(body)
-            body_of.append(index[key])
+            body_of.append(index[avals])
         num_outs = len(bodies[0].outputs)
         stages = ((stage, len(shared_tensors)),) if stage else ()
         roles = (stage.ins, stage.outs) if stage else ((), ())

@@ -84,18 +84,20 @@ class _Buckets:
 
     def see(self, i: int, instr: Instr) -> None:
         """Closes what cannot be delayed past an instruction."""
+        ended = isinstance(instr, Free)
         for name in instr.bufs if isinstance(instr, Free) else instr.reads:
-            self.close(self.writer.get(name))
+            if name in self.writer:
+                self.close(self.writer[name])
+            if ended and name in self.readers:
+                for group in self.readers[name]:
+                    group.frees.append((i, name))
+        if not isinstance(instr, Run):
+            return
         for name in overwritten(instr):
             for group in self.readers.get(name, ()):
                 self.close(group)
-        if isinstance(instr, Free):
-            for name in instr.bufs:
-                for group in self.readers.get(name, ()):
-                    group.frees.append((i, name))
-        elif isinstance(instr, Run):
-            for group in [group for group in self.open.values() if group.gathers]:
-                self.close(group)
+        for group in [group for group in self.open.values() if group.gathers]:
+            self.close(group)
 
     def add(self, i: int, instr: Collective, key: object, size: int, gathers: bool, max_bytes: float) -> None:
         group = self.open.get(key)
@@ -144,7 +146,7 @@ def _merged(instrs: list[Instr], buckets: list[list[int]], late: list[tuple[int,
     kept = [
         instr for instr in merged if instr is not None and not (isinstance(instr, Free) and not instr.bufs)
     ]
-    return place_frees(kept, [name for _, name in late])
+    return place_frees(kept, [name for _, name in late]) if late else kept
 
 
 def _join(steps: list[Collective]) -> Collective:
