@@ -47,13 +47,19 @@ class Lowered:
 
 
 def group(items: Sequence[Item]) -> list[list[Op] | Comm | Call]:
-    """Collectives and calls in order, between them lists of ops; an op precedes the collectives that it can."""
+    """Collectives and calls in order, between them lists of ops; an op precedes the collectives that it can.
+
+    The first op that reads what an early collective gives begins a new list: what stands before it need not wait.
+    """
     groups: list[list[Op] | Comm | Call] = []
     pending: list[Op] = []
     made: set[Local] = set()
+    early = {item.dst for item in items if isinstance(item, Comm) and item.early}
     for item in items:
         if isinstance(item, Op):
-            if pending and pending[-1].phase != item.phase:
+            reads_early = bool(early) and not early.isdisjoint(item.inputs)
+            early = set() if reads_early else early
+            if pending and (reads_early or pending[-1].phase != item.phase):
                 groups.append(pending)
                 pending, made = [], set()
             pending.append(item)

@@ -66,7 +66,7 @@ class Op:
 
 @dataclass(eq=False)
 class Comm:
-    """A collective on one tensor."""
+    """A collective on one tensor; `early`: it was issued long before its output is read (see `early.py`)."""
 
     kind: str
     axes: tuple[Axis, ...]
@@ -76,6 +76,7 @@ class Comm:
     cause: str = ""
     source: str = ""
     phase: str = "F"
+    early: bool = False
 
     @property
     def inputs(self) -> list[Local]:

@@ -12,6 +12,7 @@ import torch
 from fparallel.compiler.block_calls import gradient_hints
 from fparallel.compiler.build import build
 from fparallel.compiler.context import Context, Decision, Roles
+from fparallel.compiler.early import early_collectives
 from fparallel.compiler.graph import CONSTRAIN, MARK_GRADS, Graph, Node, Program, Value, map_values
 from fparallel.compiler.local import Local
 from fparallel.compiler.maps import fuse_maps
@@ -95,7 +96,8 @@ def lower_program(
         partitioner.result(value, None if layout is None else atomic(layout), name)
         for value, layout, name in zip(graph.outputs, wanted, names, strict=True)
     ]
-    built = build(context, partitioner.items, arguments, results, donated, same_place)
+    items = early_collectives(partitioner.items, arguments)
+    built = build(context, items, arguments, results, donated, same_place)
     return LoweredProgram(
         built.schedule, built.constants, [local.layout for local in results], context.decisions
     )

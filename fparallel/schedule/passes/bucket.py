@@ -6,18 +6,26 @@ import dataclasses
 import functools
 from dataclasses import dataclass, field
 
+import torch
+
+from fparallel.mesh import Axis
 from fparallel.schedule.ir import Collective, Free, Instr, Program, Run, Schedule, overwritten
 from fparallel.schedule.passes.placement import apply_moves, place_frees
+
+PARTS = 8  # a step's collectives of one kind should make about so many buckets
+LEAST_DELAYED = 1e6  # bytes: below it, what a collective costs whatever its size weighs more than a delay
 
 
 def bucket(schedule: Schedule, max_bytes: float = 25e6) -> Schedule:
     """Merges collectives of one kind, axes, reduction and dtype into one of at most `max_bytes`.
 
     An earlier collective is delayed to the place of a later one if nothing in between reads its outputs or
-    overwrites its inputs. Gathers of arguments (parameters at rest) are delayed past no run: they merge if
-    the same run needs them. A collective that is larger by itself stays alone. The size is that of the
-    whole tensors on a rank, outside of the collective's own sharding. 25 MB is the default of torch's
-    DistributedDataParallel.
+    overwrites its inputs. A bucket that holds an eighth of all that collectives of its kind move (but at least
+    1 MB) is delayed past no run: it goes out as soon as it can, so that little is left to move after the last
+    run that it could overlap with, and little memory is needed in which sums arrive. Gathers of arguments
+    (parameters at rest) are delayed past no run either: they merge if the same run needs them. A collective
+    that is larger than `max_bytes` by itself stays alone. The size is that of the whole tensors on a rank,
+    outside of the collective's own sharding. 25 MB is the default of torch's DistributedDataParallel.
 
     Before::
 
@@ -50,21 +58,36 @@ def bucket(schedule: Schedule, max_bytes: float = 25e6) -> Schedule:
 
 def merge(schedule: Schedule, program: Program, instrs: list[Instr], *, max_bytes: float) -> list[Instr]:
     """The move of `bucket`."""
+    enough = _enough(schedule, program, instrs)
     while True:  # a merge may move what kept others apart
-        merged = _merge_once(schedule, program, instrs, max_bytes)
+        merged = _merge_once(schedule, program, instrs, max_bytes, enough)
         if merged is instrs:
             return list(map(_shortened, merged))
         instrs = merged
 
 
+@dataclass(frozen=True)
+class _Key:
+    """What collectives of one bucket have in common; `gathers`: they gather arguments."""
+
+    kind: str
+    axes: tuple[Axis, ...]
+    reduce: str
+    dtype: torch.dtype
+    gathers: bool
+
+
 @dataclass
 class _Bucket:
-    """Members so far, by position. `frees` are the frees of its inputs since the last member."""
+    """Members so far, by position; with `enough` bytes it is delayed past no run.
 
-    key: object
+    `frees` are the frees of its inputs since the last member.
+    """
+
+    key: _Key
     members: list[int]
     nbytes: float
-    gathers: bool
+    enough: float
     frees: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -73,7 +96,7 @@ class _Buckets:
 
     def __init__(self) -> None:
         self.all: list[_Bucket] = []
-        self.open: dict[object, _Bucket] = {}
+        self.open: dict[_Key, _Bucket] = {}
         self.writer: dict[str, _Bucket] = {}
         self.readers: dict[str, list[_Bucket]] = {}
         self.late: list[tuple[int, str]] = []  # frees that stand before the bucket that reads the buffer
@@ -83,7 +106,7 @@ class _Buckets:
             del self.open[bucket.key]
 
     def see(self, i: int, instr: Instr) -> None:
-        """Closes what cannot be delayed past an instruction."""
+        """Closes what cannot, or should not, be delayed past an instruction."""
         ended = isinstance(instr, Free)
         for name in instr.bufs if isinstance(instr, Free) else instr.reads:
             if name in self.writer:
@@ -96,13 +119,13 @@ class _Buckets:
         for name in overwritten(instr):
             for group in self.readers.get(name, ()):
                 self.close(group)
-        for group in [group for group in self.open.values() if group.gathers]:
+        for group in [g for g in self.open.values() if g.key.gathers or g.nbytes >= g.enough]:
             self.close(group)
 
-    def add(self, i: int, instr: Collective, key: object, size: int, gathers: bool, max_bytes: float) -> None:
+    def add(self, i: int, instr: Collective, key: _Key, size: int, enough: float, max_bytes: float) -> None:
         group = self.open.get(key)
         if group is None or group.nbytes + size > max_bytes:
-            group = self.open[key] = _Bucket(key, [], 0, gathers)
+            group = self.open[key] = _Bucket(key, [], 0, enough)
             self.all.append(group)
         self.late += group.frees
         group.frees.clear()
@@ -113,17 +136,34 @@ class _Buckets:
         self.writer.update(dict.fromkeys(instr.outs, group))
 
 
-def _merge_once(schedule: Schedule, program: Program, instrs: list[Instr], max_bytes: float) -> list[Instr]:
+def _merge_once(
+    schedule: Schedule, program: Program, instrs: list[Instr], max_bytes: float, enough: dict[_Key, float]
+) -> list[Instr]:
     arguments = frozenset(program.arguments)
     buckets = _Buckets()
     for i, instr in enumerate(instrs):
         buckets.see(i, instr)
         if isinstance(instr, Collective) and not schedule.crosses_roles(instr):
-            gathers = instr.kind == "all_gather" and arguments.issuperset(instr.ins)
-            key = (instr.kind, instr.axes, instr.reduce, schedule.buffers[instr.ins[0]].dtype, gathers)
-            buckets.add(i, instr, key, _size(schedule, instr), gathers, max_bytes)
+            key = _key(schedule, instr, arguments)
+            buckets.add(i, instr, key, _size(schedule, instr), enough[key], max_bytes)
     groups = [group.members for group in buckets.all if len(group.members) > 1]
     return _merged(instrs, groups, buckets.late) if groups else instrs
+
+
+def _key(schedule: Schedule, instr: Collective, arguments: frozenset[str]) -> _Key:
+    gathers = instr.kind == "all_gather" and arguments.issuperset(instr.ins)
+    return _Key(instr.kind, instr.axes, instr.reduce, schedule.buffers[instr.ins[0]].dtype, gathers)
+
+
+def _enough(schedule: Schedule, program: Program, instrs: list[Instr]) -> dict[_Key, float]:
+    """By key, the bytes from which a bucket had better go out than wait for more."""
+    arguments = frozenset(program.arguments)
+    moved: dict[_Key, float] = {}
+    for instr in instrs:
+        if isinstance(instr, Collective) and not schedule.crosses_roles(instr):
+            key = _key(schedule, instr, arguments)
+            moved[key] = moved.get(key, 0) + _size(schedule, instr)
+    return {key: max(LEAST_DELAYED, nbytes / PARTS) for key, nbytes in moved.items()}
 
 
 def _size(schedule: Schedule, instr: Collective) -> int:

@@ -68,6 +68,14 @@ def test_any_subset_of_the_passes_makes_a_raw_schedule_valid(raw, off):
     assert_same_meaning(raw, after)
 
 
+@given(raw=any_schedules(raw=True))
+def test_all_at_once_is_one_after_the_other(raw):
+    after = raw
+    for run in PASSES.values():
+        after = run(after)
+    assert str(run_passes(raw)) == str(after)
+
+
 @given(raw=any_schedules(raw=True), max_bytes=st.sampled_from([0, 100, 500, 2000, 25e6]))
 def test_buckets_keep_their_bound_and_their_dtype(raw, max_bytes):
     after = bucket(raw, max_bytes)
