@@ -76,6 +76,11 @@ class Partitioner:
             for out in node.outs:
                 self.env[out] = Lazy(node, rule)
             return
+        if rule.factory and node.target != "fparallel.random.default":
+            made = propagate.choose_for_output(rule, Layout.replicated(node.outs[0].shape))
+            if made is not None:  # the operand of ones_like gives it a shape, and is not read
+                self._emit_lazy(node, rule, made, node.phase)
+                return
         out_bytes = float(sum(out.nbytes for out in node.outs))
         choice = propagate.choose(
             rule, self.operands(node.inputs), out_bytes, [self.hints.get(out) for out in node.outs]
@@ -135,7 +140,7 @@ class Partitioner:
         values = node.inputs
         locals_ = [
             self.get(
-                value, layout, cause=f"{_short(node)} wants it {layout}", source=node.source, phase=node.phase
+                value, layout, cause=self._cause(node, value, layout), source=node.source, phase=node.phase
             )
             for value, layout in zip(values, choice.ins, strict=True)
         ]
@@ -166,6 +171,12 @@ class Partitioner:
         )
         for value, out in zip(node.outs, outs, strict=True):
             self.env[value] = [out]
+
+    def _cause(self, node: Node, value: Value, layout: Layout) -> str:
+        entry = self.env[value]
+        if not isinstance(entry, Lazy) and entry[0].layout.unreduced and not layout.unreduced:
+            return f"{_short(node)} needs the whole {entry[0].layout.unreduced[0][1]}"
+        return f"{_short(node)} wants it {layout}"
 
     def _without_rule(self, node: Node) -> None:
         decomposed = expand_node(node, None, self.context.mesh.device)
