@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fparallel import tree
+from fparallel.array import Array, get
 
 
 class Weighted(abc.ABC):
@@ -68,10 +69,15 @@ class Mean(Weighted):
         return ((1.0, self),)
 
     def ratio(self) -> Tensor:
-        total = torch.as_tensor(self.sum)
-        weight = torch.as_tensor(self.weight).detach().to(total.dtype)
+        total = _tensor(self.sum)
+        weight = _tensor(self.weight).detach().to(total.dtype)
         empty = weight == 0
         return total / torch.where(empty, torch.ones_like(weight), weight) * (~empty).to(total.dtype)
+
+
+def _tensor(value: Any) -> Tensor:
+    """A number, a tensor, or what a jitted step returned, as a tensor."""
+    return get(value) if isinstance(value, Array) else torch.as_tensor(value)
 
 
 @tree.dataclass

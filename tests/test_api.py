@@ -336,3 +336,13 @@ class TestGradients:
         fp.jit(step, mesh=MESH, in_shardings=shardings)(x, x.clone())
         with pytest.raises(ShardingError, match=r"(?s)strict: .*\[4.*test_api\.py:\d+.*\nFix: "):
             fp.jit(step, mesh=MESH, in_shardings=shardings, strict=True)(x, x.clone())
+
+    def test_a_mean_is_a_metric_like_any_number(self):
+        def step(x):
+            mean = fp.Mean(x.sum(), (x > 0).sum())
+            return {"mean": mean, "both": mean + 2 * fp.Mean(x.square().sum(), x.numel() * torch.ones(()))}
+
+        x = torch.tensor([0.0, 1.0, 2.0, 3.0])
+        plain, out = step(x), fp.jit(step, mesh=MESH, in_shardings=fp.P("dp"))(x)
+        assert float(out["mean"]) == float(plain["mean"]) == 2.0
+        assert out["both"].item() == plain["both"].item() == 9.0
