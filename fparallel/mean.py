@@ -22,7 +22,12 @@ class Weighted(abc.ABC):
 
     def value(self) -> Tensor:
         """The 0-d value: every term divided once by its own weight, 0/0 being 0."""
-        parts = [mean.ratio() if scale == 1 else mean.ratio() * scale for scale, mean in self.weighted()]
+        parts = []
+        for scale, mean in self.weighted():  # where a jitted step returned them, the factors are arrays too
+            factor = scale if isinstance(scale, (int, float)) else _tensor(scale)
+            parts.append(
+                mean.ratio() if isinstance(factor, int | float) and factor == 1 else mean.ratio() * factor
+            )
         return functools.reduce(torch.add, parts)
 
     def __add__(self, other: Any) -> MeanSum:

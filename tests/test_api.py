@@ -340,7 +340,8 @@ class TestGradients:
     def test_a_mean_is_a_metric_like_any_number(self):
         def step(x):
             mean = fp.Mean(x.sum(), (x > 0).sum())
-            return {"mean": mean, "both": mean + 2 * fp.Mean(x.square().sum(), x.numel() * torch.ones(()))}
+            square = fp.Mean(x.square().sum(), torch.full((), x.numel()))
+            return {"mean": mean, "both": fp.Mean(x.sum() + 0, x.sum() / 2) + 2 * square}
 
         x = torch.tensor([0.0, 1.0, 2.0, 3.0])
         plain, out = step(x), fp.jit(step, mesh=MESH, in_shardings=fp.P("dp"))(x)

@@ -24,6 +24,23 @@ def narrow(x: Tensor, how: tuple[list[int], list[tuple[int, int, int]], list[int
     return x.reshape(shape)
 
 
+def split(x: Tensor, shapes: list[list[int]], dim: int) -> tuple[Tensor, ...]:
+    """The parts of `x` along a dim that have these shapes."""
+    return x.split([shape[dim] for shape in shapes], dim)
+
+
+def part(x: Tensor, shape: list[int], dim: int, before: int, units: int) -> Tensor:
+    """The part of `x` along a dim that has this shape and `units` units, after `before` of them."""
+    return x.narrow(dim, before * (shape[dim] // units), shape[dim])
+
+
+def part_backward(grad: Tensor, shape: list[int], dim: int, before: int, units: int) -> Tensor:
+    """Zeros of this shape but for `grad`, which has `units` units, after `before` of them."""
+    whole = grad.new_zeros(shape)
+    whole.narrow(dim, before * (grad.shape[dim] // units), grad.shape[dim]).copy_(grad)
+    return whole
+
+
 def keep_on_first(x: Tensor, first: bool) -> Tensor:
     """A replicated value as the unreduced sum that has it on the first rank and zeros elsewhere."""
     return x if first else torch.zeros_like(x)

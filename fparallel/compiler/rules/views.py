@@ -169,20 +169,6 @@ def _dim_locked(
     )
 
 
-@rule("aten.slice.Tensor")
-def slice_(node: Node) -> Rule:
-    dim = (node.args[1] if len(node.args) > 1 else 0) % len(node.inputs[0].shape)
-    if node.inputs[0].shape == node.outs[0].shape and (len(node.args) < 5 or node.args[4] == 1):
-        made = _permuted(node, list(range(len(node.inputs[0].shape))))
-        made.local = _identity
-        return made
-    return _dim_locked(node, {dim})
-
-
-def _identity(placed: Placed) -> LocalCall:
-    return "local.reshape", (placed.node.inputs[0], LocalShape(placed.outs[0])), {}
-
-
 @rule("aten.select.int")
 def select(node: Node) -> Rule:
     factors = Factors()
@@ -190,23 +176,6 @@ def select(node: Node) -> Rule:
     dim = node.args[1] % len(src)
     out = tuple(d for i, d in enumerate(src) if i != dim)
     return Rule(factors.sizes, [src], [out], locked={src[dim][0]}, linear=_LINEAR, passes_any=True, view=True)
-
-
-@rule(
-    "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.tensor_split.sections"
-)
-def split(node: Node) -> Rule:
-    factors = Factors()
-    shape = node.inputs[0].shape
-    src = factors.dims(shape)
-    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(shape)
-    locked, outs = {src[dim][0]}, []
-    for out in node.outs:
-        dims = list(src)
-        dims[dim] = (factors.new(out.shape[dim]),)
-        locked.add(dims[dim][0])
-        outs.append(tuple(dims))
-    return Rule(factors.sizes, [src], outs, locked=locked, linear=_LINEAR, passes_any=True, view=True)
 
 
 @rule("aten.unbind.int")
@@ -224,26 +193,6 @@ def unbind(node: Node) -> Rule:
         passes_any=True,
         view=True,
     )
-
-
-@rule("aten.cat.default")
-def cat(node: Node) -> Rule:
-    factors = Factors()
-    out = list(factors.dims(node.outs[0].shape))
-    dim = (node.args[1] if len(node.args) > 1 else 0) % len(out)
-    locked = {out[dim][0]}
-    ins: list[Dims] = []
-    for value in node.inputs:
-        if len(value.shape) != len(out):  # torch lets an empty 1-d tensor join anything
-            ins.append(tuple((factors.new(s),) for s in value.shape))
-            locked |= {d[0] for d in ins[-1]}
-            continue
-        dims = list(out)
-        dims[dim] = (factors.new(value.shape[dim]),)
-        locked.add(dims[dim][0])
-        ins.append(tuple(dims))
-    linear = [frozenset(range(len(ins)))]
-    return Rule(factors.sizes, ins, [tuple(out)], locked=locked, linear=linear)
 
 
 @rule("aten.stack.default")
@@ -283,12 +232,6 @@ def constant_pad(node: Node) -> Rule:
     return _dim_locked(node, dims, view=False, linear=value == 0, passes_any=False)
 
 
-@rule("aten.slice_backward.default")
-def slice_backward(node: Node) -> Rule:
-    _, shape, dim, start, end, step = node.args
-    return _resized(node, {dim % len(shape)}, (start, end, step), dim)
-
-
 @rule("aten.select_backward.default")
 def select_backward(node: Node) -> Rule:
     _, shape, dim, index = node.args
@@ -301,16 +244,6 @@ def select_backward(node: Node) -> Rule:
         return node.target, (node.args[0], LocalShape(placed.outs[0]), dim, index), {}
 
     return Rule(factors.sizes, [src], [out], locked={out[dim][0]}, linear=_LINEAR, local=local)
-
-
-def _resized(node: Node, dims: set[int], tail: tuple[Any, ...], dim: int) -> Rule:
-    made = _dim_locked(node, dims, view=False, passes_any=False)
-
-    def local(placed: Placed) -> LocalCall:
-        return node.target, (node.args[0], LocalShape(placed.outs[0]), dim, *tail), {}
-
-    made.local = local
-    return made
 
 
 @rule("aten.repeat.default")
