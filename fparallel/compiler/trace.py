@@ -405,6 +405,13 @@ def _refuse_complex(graph: Graph) -> None:
 def explain(error: Exception) -> Exception:
     """A TraceError for what fake tensors cannot do; other exceptions are the user's own and pass unchanged."""
     text = str(error)
+    if isinstance(error, NotImplementedError) and "HigherOrderOperator" in text:
+        name = text.partition("HigherOrderOperator ")[2].split(" ")[0]
+        return TraceError(
+            f"the step uses the control flow operator {name}, which cannot be sharded",
+            fix="use torch.where, a Python loop of fixed length, or torch.func.vmap",
+            where=error_line(error),
+        )
     unread = any(
         t in text.lower()
         for t in ("data is not allocated yet", "data-dependent", ".numpy() is not supported")

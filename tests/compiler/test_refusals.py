@@ -27,6 +27,10 @@ REFUSED = {
     "strides of an intermediate": (lambda x: (x + 1).as_strided((2,), (1,)), "as_strided"),
     "write into an argument": (lambda x: x.add_(1), "in place"),
     "running statistics": (train_batch_norm, "in place"),
+    "control flow": (
+        lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)),
+        "operator cond",
+    ),
 }
 
 
