@@ -88,9 +88,22 @@ def _sum_squares(xs: list[Tensor]) -> Tensor:
     dtype = sum_squares_dtype(xs)
     total = torch.zeros((), dtype=dtype, device=xs[0].device)
     for x in xs:
-        flat = x.reshape(-1).to(dtype)
-        total = total + torch.dot(flat, flat)
+        total = total + square_sum(x.reshape(-1).to(dtype))
     return total
+
+
+_CHUNK = 65536
+
+
+def square_sum(flat: Tensor) -> Tensor:
+    """The sum of the squares of a flat tensor, as a 0-d tensor.
+
+    On CPUs in chunks: one float32 dot over six million elements is off by 3e-4 (torch's vector_norm, squared, by
+    7e-4), the sum of dots over chunks by 5e-7, at a quarter more time.
+    """
+    if flat.device.type != "cpu" or flat.numel() <= _CHUNK:
+        return torch.dot(flat, flat)
+    return torch.stack([torch.dot(chunk, chunk) for chunk in flat.split(_CHUNK)]).sum()
 
 
 def _sum_squares_fake(xs: list[Tensor]) -> Tensor:

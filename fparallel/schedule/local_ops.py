@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fparallel.leaf_maps import square_sum
+
 
 def reshape(x: Tensor, shape: list[int]) -> Tensor:
     return x.reshape(shape)
@@ -205,8 +207,7 @@ def sum_squares(tensors: list[Tensor], counted: list[bool], dtype: torch.dtype, 
     total = torch.zeros((), dtype=dtype, device=device)
     for tensor, mine in zip(tensors, counted, strict=True):
         if mine and tensor.numel():
-            flat = tensor.reshape(-1).to(dtype)
-            total = total + torch.dot(flat, flat)
+            total = total + square_sum(tensor.reshape(-1).to(dtype))
     return total
 
 
