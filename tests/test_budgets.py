@@ -16,6 +16,7 @@ from torch import Tensor
 
 import fparallel as fp
 from fparallel.models import gpt, llama
+from fparallel.runtime.segments import compiles
 from fparallel.schedule.ir import Collective, Free, Run
 
 ITEM = 4  # float32
@@ -328,3 +329,18 @@ def test_a_replicated_leaf_counts_once():
     mesh = fp.make_mesh((4,), ("dp",), kind="simulated")
     norm, _ = fp.jit(lambda w: clipped(w, 1.0), mesh=mesh, rules=fp.Rules())({"w": torch.tensor([3.0, 4.0])})
     assert float(norm) == 5.0
+
+
+# ---- what compiles ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_torch_compiles_does_not_grow_with_depth(zero):
+    def compiled(layers):
+        cfg = dataclasses.replace(GPT, layers=layers)
+        model = training(lambda key: gpt.init_params(key, cfg), gpt.loss)
+        lowered, _ = lower(model, (2,), ("dp",), zero=zero, batch="dp")
+        segments = lowered.schedule.segments.values()
+        return {(s.name.split(".")[0], len(s.ops), len(s.inputs)) for s in segments if compiles(s)}
+
+    assert compiled(2) == compiled(4)

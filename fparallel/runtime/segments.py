@@ -58,8 +58,7 @@ def bind(
     Raises:
       ExecutionError: an op of the segment does not exist here.
     """
-    if any(op.target.startswith("map.") for op in segment.ops):
-        compile = "eager"  # leaf by leaf it is one pass over memory already, and would compile for each leaf
+    compile = compile if compiles(segment) else "eager"
     code = _Code(segment, segments, coords, tuple(inplace))
     key = (code.text, tuple(code.constants.values()), compile, code.shapes() if compile == "inductor" else ())
     bound = _FUNCTIONS.get(key)
@@ -73,6 +72,15 @@ def bind(
             )
         _FUNCTIONS[key] = bound
     return bound
+
+
+def compiles(segment: Segment) -> bool:
+    """Whether a segment is one for torch.compile.
+
+    What goes leaf by leaf over parameters or gradients is one pass over memory already, and would be compiled for every
+    leaf: compile time would grow with depth.
+    """
+    return not any(op.target.startswith("map.") or op.target == "local.sum_squares" for op in segment.ops)
 
 
 def resolve_target(name: str) -> Callable[..., Any]:
