@@ -29,6 +29,7 @@ from fparallel.compiler.blocks import BlockTracing
 from fparallel.compiler.graph import BlockGraph, Graph, MapGraph, Node, Program, Value, map_values
 from fparallel.compiler.sources import error_line, user_line, variable_of
 from fparallel.errors import FparallelError, TraceError
+from fparallel.layout import Layout, typed
 from fparallel.recorder import recording
 
 _CONSTANT_LIMIT = 64 * 2**20
@@ -396,7 +397,7 @@ def _refuse_complex(graph: Graph) -> None:
     for value in graph.outputs:
         if value.dtype.is_complex:
             raise TraceError(
-                f"the step returns a complex tensor, {value}",
+                f"the step returns a complex tensor, {typed(value.dtype, Layout.replicated(value.shape))}",
                 fix="return torch.view_as_real(x), or its real and imaginary parts",
                 where=value.node.source if value.node else None,
             )
