@@ -43,7 +43,7 @@ class Buffer:
     kind: str = "temp"
     memory: str = "device"
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes on the fullest rank."""
         return self.layout.max_local_numel * self.dtype.itemsize

@@ -6,9 +6,6 @@ import dataclasses
 import functools
 from dataclasses import dataclass, field
 
-import torch
-
-from fparallel.mesh import Axis
 from fparallel.schedule.ir import Collective, Free, Instr, Program, Run, Schedule, overwritten
 from fparallel.schedule.passes.placement import apply_moves, place_frees
 
@@ -58,23 +55,49 @@ def bucket(schedule: Schedule, max_bytes: float = 25e6) -> Schedule:
 
 def merge(schedule: Schedule, program: Program, instrs: list[Instr], *, max_bytes: float) -> list[Instr]:
     """The move of `bucket`."""
-    enough = _enough(schedule, program, instrs)
+    keys = _Keys(schedule, program)
+    enough = _enough(keys, instrs)
     while True:  # a merge may move what kept others apart
-        merged = _merge_once(schedule, program, instrs, max_bytes, enough)
+        merged = _merge_once(keys, instrs, max_bytes, enough)
         if merged is instrs:
             return list(map(_shortened, merged))
         instrs = merged
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Key:
-    """What collectives of one bucket have in common; `gathers`: they gather arguments."""
+    """What collectives of one bucket have in common, an object for each; `gathers`: they gather arguments."""
 
-    kind: str
-    axes: tuple[Axis, ...]
-    reduce: str
-    dtype: torch.dtype
     gathers: bool
+
+
+class _Keys:
+    """The key and the size of a collective; None for what must be left alone."""
+
+    def __init__(self, schedule: Schedule, program: Program) -> None:
+        self.schedule = schedule
+        self.arguments = frozenset(program.arguments)
+        self.known: dict[object, _Key] = {}
+        self.found: dict[
+            int, tuple[Collective, _Key, int]
+        ] = {}  # holds the instruction: its id stays its own
+
+    def of(self, instr: Instr) -> tuple[_Key, int] | None:
+        if not isinstance(instr, Collective):
+            return None
+        if id(instr) not in self.found:
+            if self.schedule.crosses_roles(instr):
+                return None
+            self.found[id(instr)] = (instr, *self._of(instr))
+        _, key, size = self.found[id(instr)]
+        return key, size
+
+    def _of(self, instr: Collective) -> tuple[_Key, int]:
+        buffers = self.schedule.buffers
+        gathers = instr.kind == "all_gather" and self.arguments.issuperset(instr.ins)
+        key = (instr.kind, instr.axes, instr.reduce, buffers[instr.ins[0]].dtype, gathers)
+        size = max(sum(buffers[name].nbytes for name in names) for names in (instr.ins, instr.outs))
+        return self.known.setdefault(key, _Key(gathers)), size
 
 
 @dataclass
@@ -136,38 +159,24 @@ class _Buckets:
         self.writer.update(dict.fromkeys(instr.outs, group))
 
 
-def _merge_once(
-    schedule: Schedule, program: Program, instrs: list[Instr], max_bytes: float, enough: dict[_Key, float]
-) -> list[Instr]:
-    arguments = frozenset(program.arguments)
+def _merge_once(keys: _Keys, instrs: list[Instr], max_bytes: float, enough: dict[_Key, float]) -> list[Instr]:
     buckets = _Buckets()
     for i, instr in enumerate(instrs):
         buckets.see(i, instr)
-        if isinstance(instr, Collective) and not schedule.crosses_roles(instr):
-            key = _key(schedule, instr, arguments)
-            buckets.add(i, instr, key, _size(schedule, instr), enough[key], max_bytes)
+        found = keys.of(instr)
+        if found is not None:
+            assert isinstance(instr, Collective)
+            buckets.add(i, instr, *found, enough[found[0]], max_bytes)
     groups = [group.members for group in buckets.all if len(group.members) > 1]
     return _merged(instrs, groups, buckets.late) if groups else instrs
 
 
-def _key(schedule: Schedule, instr: Collective, arguments: frozenset[str]) -> _Key:
-    gathers = instr.kind == "all_gather" and arguments.issuperset(instr.ins)
-    return _Key(instr.kind, instr.axes, instr.reduce, schedule.buffers[instr.ins[0]].dtype, gathers)
-
-
-def _enough(schedule: Schedule, program: Program, instrs: list[Instr]) -> dict[_Key, float]:
+def _enough(keys: _Keys, instrs: list[Instr]) -> dict[_Key, float]:
     """By key, the bytes from which a bucket had better go out than wait for more."""
-    arguments = frozenset(program.arguments)
     moved: dict[_Key, float] = {}
-    for instr in instrs:
-        if isinstance(instr, Collective) and not schedule.crosses_roles(instr):
-            key = _key(schedule, instr, arguments)
-            moved[key] = moved.get(key, 0) + _size(schedule, instr)
+    for found in filter(None, map(keys.of, instrs)):
+        moved[found[0]] = moved.get(found[0], 0) + found[1]
     return {key: max(LEAST_DELAYED, nbytes / PARTS) for key, nbytes in moved.items()}
-
-
-def _size(schedule: Schedule, instr: Collective) -> int:
-    return max(sum(schedule.buffers[name].nbytes for name in names) for names in (instr.ins, instr.outs))
 
 
 def _merged(instrs: list[Instr], buckets: list[list[int]], late: list[tuple[int, str]]) -> list[Instr]:
