@@ -123,9 +123,8 @@ class Tracer(TorchDispatchMode):
                 where=source,
             ) from error
         except Exception:
-            _map_tensors(
-                self.value, [*args, *kwargs.values()]
-            )  # a tensor of another trace is the likelier cause
+            # where an operand comes from another trace, that is the cause: asking for its Value says so
+            _map_tensors(self.value, [*args, *kwargs.values()])
             raise
         self.record(func, args, kwargs, out, source)
         return out
