@@ -1,4 +1,6 @@
-"""Collectives over gloo on loopback: gloo's own beside the direct exchanges of the gloo transport.
+"""Collectives between processes of one host: gloo's own beside the exchanges of the CPU transport.
+
+"sent" exchanges messages over loopback; "read" reads large ones from the memory of the other process.
 
     python -m benchmarks.collectives [--ranks 2 4] [--kib 64 1024 8192 65536]
 
@@ -13,10 +15,12 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 from fparallel._compat import all_gather_single, reduce_scatter_single
 from fparallel.factors import Factor
@@ -24,12 +28,14 @@ from fparallel.layout import Layout
 from fparallel.mesh import make_mesh
 from fparallel.runtime.exchange import exchange_of
 from fparallel.runtime.transport import gloo
+from fparallel.runtime.transport.host import HostCommunicator
+from fparallel.runtime.transport.links import connect
 from fparallel.runtime.transport.messages import Pool
 from fparallel.schedule import Buffer, Collective, Program, Schedule
 
 HEADER = (
-    *("ranks", "size", "all_gather gloo", "direct", "reduce_scatter gloo", "direct"),
-    *("all_reduce gloo", "direct", "chunked"),
+    *("ranks", "size", "all_gather gloo", "sent", "read", "reduce_scatter gloo", "sent", "read"),
+    *("all_reduce gloo", "sent", "read"),
 )
 
 
@@ -42,27 +48,36 @@ def operations(
     sharded, whole = Layout.of([[Factor(numel, dp)]]), Layout.replicated((numel,))
     partial = Layout.of([[Factor(numel)]], [(dp[0], "sum")])
     part, full, total = torch.rand(numel // num_ranks), torch.rand(numel), torch.empty(numel)
-    communicator = gloo.GlooCommunicator(group, range(num_ranks), Pool(), 300.0)
+    sends = gloo.GlooCommunicator(group, range(num_ranks), Pool(), 300.0)
+    links = connect(group, range(num_ranks), 300.0)
+    assert links is not None, "these processes cannot read each other's memory"
+    reads = HostCommunicator(links, range(num_ranks), rank, Pool(), 300.0)
 
-    def direct(
-        kind: str, src: Layout, dst: Layout, x: torch.Tensor, out: torch.Tensor, from_bytes: int
+    def ours(
+        communicator: Any, kind: str, src: Layout, dst: Layout, x: Tensor, out: Tensor
     ) -> Callable[[], None]:
         buffers = {"x": Buffer("x", x.dtype, src), "y": Buffer("y", x.dtype, dst)}
         instr = Collective(kind, dp, ("x",), ("y",), "" if kind == "all_gather" else "sum")
         schedule = Schedule(mesh, buffers, {}, (Program((), ("x",), ("y",), frozenset(), (instr,)),))
-        gloo.CHUNKED = from_bytes
         issue = communicator.collective(exchange_of(instr, schedule, rank))
         return lambda: issue([x], [out]).wait()
 
-    return {
-        "all_gather gloo": lambda: all_gather_single(total, part, group=group),
-        "all_gather direct": direct("all_gather", sharded, whole, part, total, 0),
-        "reduce_scatter gloo": lambda: reduce_scatter_single(part, full, group=group),
-        "reduce_scatter direct": direct("reduce_scatter", partial, sharded, full, part, 0),
-        "all_reduce gloo": lambda: dist.all_reduce(total, group=group),
-        "all_reduce direct": direct("all_reduce", partial, whole, full, total, 1 << 60),
-        "all_reduce chunked": direct("all_reduce", partial, whole, full, total, 0),
+    work = {
+        "all_gather": (sharded, whole, part, full),
+        "reduce_scatter": (partial, sharded, full, part),
+        "all_reduce": (partial, whole, full, total),
     }
+    theirs = {
+        "all_gather": lambda: all_gather_single(total, part, group=group),
+        "reduce_scatter": lambda: reduce_scatter_single(part, full, group=group),
+        "all_reduce": lambda: dist.all_reduce(total, group=group),
+    }
+    found: dict[str, Callable[[], None]] = {}
+    for kind, arguments in work.items():
+        found[f"{kind} gloo"] = theirs[kind]
+        found[f"{kind} sent"] = ours(sends, kind, *arguments)
+        found[f"{kind} read"] = ours(reads, kind, *arguments)
+    return found
 
 
 def measure(rank: int, num_ranks: int, sizes: list[int], store: str) -> None:

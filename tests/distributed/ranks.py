@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     ["torch.distributed", "fparallel.runtime.transport.distributed", "tests.runtime.cases"]
 )
+
+# By name, the environment that makes ranks on one host use it.
+CPU_TRANSPORTS = {"reads": {}, "messages": {"FPARALLEL_HOST_READS": "0"}}
 
 
 class Job:
@@ -27,17 +30,24 @@ class Job:
       function: a function at the top level of an importable module.
       folder: an empty folder, for the meeting point and the output of the ranks.
       join: whether the ranks are in a process group before the function is called.
+      environment: of the ranks, besides this process's.
     """
 
     def __init__(
-        self, function: Callable[..., None], num_ranks: int, folder: Path, *args: Any, join: bool = True
+        self,
+        function: Callable[..., None],
+        num_ranks: int,
+        folder: Path,
+        *args: Any,
+        join: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.outputs = [folder / f"rank{rank}.txt" for rank in range(num_ranks)]
         store = str(folder / "store") if join else ""
         self.processes = [
             _CONTEXT.Process(
                 target=_rank,
-                args=(function, rank, num_ranks, store, str(output), args),
+                args=(function, rank, num_ranks, store, str(output), args, dict(environment or {})),
                 daemon=True,
             )
             for rank, output in enumerate(self.outputs)
@@ -68,8 +78,15 @@ class Job:
 
 
 def _rank(
-    function: Callable[..., None], rank: int, num_ranks: int, store: str, output: str, args: Any
+    function: Callable[..., None],
+    rank: int,
+    num_ranks: int,
+    store: str,
+    output: str,
+    args: Any,
+    environment: Mapping[str, str],
 ) -> None:
+    os.environ.update(environment)
     file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -89,6 +106,10 @@ def _rank(
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(130)  # as the interpreter does; multiprocessing makes it 1
     finally:
         sys.stdout.flush()
 

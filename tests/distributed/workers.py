@@ -16,7 +16,7 @@ from fparallel.errors import MeshError
 from fparallel.mesh import make_mesh
 from fparallel.runtime.exchange import exchange_of
 from fparallel.runtime.executor import Executor
-from fparallel.runtime.transport import gloo
+from fparallel.runtime.transport import gloo, host, links
 from fparallel.runtime.transport.distributed import DistributedTransport
 from fparallel.runtime.transport.nccl import NcclWork
 from fparallel.runtime.transport.simulated import SimulatedTransport
@@ -28,7 +28,7 @@ from tests.runtime.schedules import crossed_waits, matmul_over, pipeline
 def random_collectives(rank: int, num_ranks: int, sizes: Sequence[int], seeds: range, numel: int) -> None:
     """Random collectives, each equal to the reference in every bit, twice: the second uses buffers again."""
     mesh = mesh_of(sizes)
-    gloo.CHUNKED = 1 << 16
+    gloo.CHUNKED = host.CHUNKED = 1 << 16
     transport = DistributedTransport(mesh, deadline=60)
     for seed in seeds:
         kind = COLLECTIVES[seed % len(COLLECTIVES)]
@@ -42,6 +42,11 @@ def random_collectives(rank: int, num_ranks: int, sizes: Sequence[int], seeds: r
             for got, want in zip(results, (per_rank[rank] for per_rank in expected), strict=True):
                 assert got.dtype == want.dtype, case
                 assert torch.equal(got, want), f"rank {rank}, step {step}: {case}"
+
+
+def a_bucket_of_many(rank: int, num_ranks: int) -> None:
+    links._INLINE = 2
+    random_collectives(rank, num_ranks, (2,), range(1, 12, len(COLLECTIVES)), 0)
 
 
 def packed_collectives(rank: int, num_ranks: int, sizes: Sequence[int], seeds: range) -> None:
@@ -93,7 +98,7 @@ def sends(rank: int, num_ranks: int) -> None:
 
 def crossed(rank: int, num_ranks: int) -> None:
     """Two large all_reduces in flight, and waits in another order on every rank."""
-    gloo.CHUNKED = 1 << 16
+    gloo.CHUNKED = host.CHUNKED = 1 << 16
     schedule = crossed_waits()
     schedule.verify()
     executor = Executor(schedule, DistributedTransport(schedule.mesh, deadline=60))

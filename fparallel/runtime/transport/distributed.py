@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,9 @@ from fparallel.mesh import Axis, Mesh
 from fparallel.runtime.exchange import Exchange
 from fparallel.runtime.transport.base import Issue, Task, failure
 from fparallel.runtime.transport.gloo import GlooCommunicator
+from fparallel.runtime.transport.host import HostCommunicator
 from fparallel.runtime.transport.job import DEADLINE, join_job
+from fparallel.runtime.transport.links import connect
 from fparallel.runtime.transport.messages import Pool
 from fparallel.runtime.watchdog import Watch
 from fparallel.schedule.ir import Collective, Recv, Schedule, Send, communicator
@@ -73,7 +76,10 @@ class DistributedTransport:
 
     def _over(self, group: Any, members: tuple[int, ...]) -> Any:
         if self.mesh.device == "cpu" or group is None:
-            return GlooCommunicator(group, members, Pool(self.mesh.device), self.deadline)
+            links = None if group is None else connect(group, members, self.deadline)
+            if links is not None:
+                return HostCommunicator(links, members, members.index(self.rank), Pool(), self.deadline)
+            return GlooCommunicator(group, members, Pool(), self.deadline)
         from fparallel.runtime.transport.nccl import NcclCommunicator
 
         return NcclCommunicator(group, members)
@@ -89,7 +95,7 @@ class DistributedTransport:
             if self.mesh.device == "cpu":
                 group = self._process_group(tuple(sorted(ranks)))
                 if self.rank in ranks:
-                    known[key] = GlooCommunicator(group, tuple(sorted(ranks)), Pool(), self.deadline)
+                    known[key] = self._over(group, tuple(sorted(ranks)))
             else:
                 for low, high in pairs:
                     pair = (min(ranks[low], ranks[high]), max(ranks[low], ranks[high]))
@@ -137,6 +143,9 @@ class DistributedTransport:
         try:
             for pending in waiting:
                 pending.wait()
+        except KeyboardInterrupt:
+            print(f"fparallel: interrupted in a wait\n{self._report()}", file=sys.stderr, flush=True)
+            raise
         except RuntimeError as error:
             assert self.task is not None
             text = str(error).splitlines()[0]

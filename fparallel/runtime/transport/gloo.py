@@ -1,8 +1,8 @@
-"""Collectives between CPU processes, built from gloo's sends and receives.
+"""Collectives between CPU processes of several hosts, built from gloo's sends and receives.
 
 gloo's own collectives are left alone, for three reasons: sums must be in ascending rank order, whatever the
 bucket or the algorithm, so that they equal the simulated transport bit for bit; uneven shards must travel
-without padding; and exchanging parts directly is faster (`benchmarks/collectives.py`).
+without padding; and exchanging parts directly is faster.
 
 Every collective is one direct exchange: each rank sends each peer the parts that it needs, and adds what
 arrives in rank order. A large all_reduce is two: a reduce_scatter of flat chunks, then an all_gather of them.
@@ -10,18 +10,19 @@ All messages of an exchange are posted when it is issued, and gloo's own thread 
 a large all_reduce is posted by a helper thread. So a step completes once all members have issued it, whatever
 they wait for next.
 
-Milliseconds for one float32 tensor over loopback, one thread a rank, two cores (`benchmarks/collectives.py`):
+Between processes of one host, `host` is faster still. Milliseconds for one float32 tensor, one thread a rank,
+two cores (`benchmarks/collectives.py`; "sent" is this module, "read" is `host`):
 
-    ranks  size      all_gather     reduce_scatter   all_reduce
-                     gloo  direct   gloo   direct    gloo  direct  chunked
-    2      64 KiB     0.6     0.5    0.8      0.6     0.6     0.6      0.6
-    2      1 MiB      1.8     0.8    2.6      1.2     1.5     1.7      1.7
-    2      8 MiB      9.2     5.5   10.0      5.8     8.4    11.3     10.0
-    2      64 MiB     103      37    113       46      67      79       81
-    4      64 KiB     2.7     3.4    7.3      3.9     5.3     3.9      7.1
-    4      1 MiB      6.1     3.2    6.8      3.9     7.6     8.2      9.0
-    4      8 MiB       15      10     32       16      20      51       27
-    4      64 MiB     176      71    263       96     173     382      161
+    ranks  size      all_gather          reduce_scatter      all_reduce
+                     gloo  sent  read    gloo  sent  read    gloo  sent  read
+    2      64 KiB     0.4   0.5   0.4     0.9   0.6   0.6     1.1   0.8   0.3
+    2      1 MiB      1.3   0.8   0.8     1.8   1.0   0.8     1.3   2.2   1.4
+    2      8 MiB      8.0   4.6   2.7      12   5.5   3.2     7.8   9.3   4.6
+    2      64 MiB      80    32    17     102    33    20      52    69    29
+    4      64 KiB     3.1   2.6   1.4     4.7   2.7   1.7     4.3   2.3   1.6
+    4      1 MiB      3.2   2.5   2.0     4.9   3.3   2.5     4.1   5.9   4.0
+    4      8 MiB       14    10   7.7      27    12   8.3      18    22    14
+    4      64 MiB     150    65    39     225    85    45     137   151    74
 """
 
 from __future__ import annotations
