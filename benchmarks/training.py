@@ -34,6 +34,8 @@ _PLAIN = {
     "norm1.bias": "ln1.bias",
     "norm2.scale": "ln2.weight",
     "norm2.bias": "ln2.bias",
+    "attn.qkv": "attn.qkv.weight",
+    "attn.qkv_bias": "attn.qkv.bias",
     "attn.out": "attn.out.weight",
     "attn.out_bias": "attn.out.bias",
     "mlp.up": "mlp.up.weight",
@@ -113,18 +115,11 @@ def initial_params(cfg: Config, params: Any) -> Any:
 
 
 def _value(cfg: Config, path: str) -> np.ndarray:
-    """The value of a leaf of the project's GPT: weights are (in, out); q, k and v are leaves of their own."""
+    """The value of a leaf of the project's GPT: weights are (in, out)."""
     block, name = "", path
     if path.startswith("blocks."):
         index, name = path.removeprefix("blocks.").split(".", 1)
         block = f"blocks.{index}."
-    if name.startswith(("attn.q", "attn.k", "attn.v")):
-        which = "qkv".index(name[len("attn.")])
-        part = "bias" if name.endswith("_bias") else "weight"
-        shape = (3 * cfg.dim,) if part == "bias" else (3 * cfg.dim, cfg.dim)
-        rows = work.init_value(cfg, f"{block}attn.qkv.{part}", shape)
-        rows = rows.reshape(cfg.heads, 3, cfg.dim // cfg.heads, *shape[1:])[:, which]
-        return rows if part == "bias" else rows.transpose(2, 0, 1)
     theirs = block + _PLAIN[name]
     value = work.init_value(cfg, theirs, _shape(cfg, theirs))
     return value if value.ndim == 1 or theirs.startswith("embed.") else value.T
@@ -136,6 +131,8 @@ def _shape(cfg: Config, name: str) -> tuple[int, ...]:
         "embed.tok.weight": (cfg.vocab, d),
         "embed.pos.weight": (cfg.seq, d),
         "head.proj.weight": (cfg.vocab, d),
+        "attn.qkv.weight": (3 * d, d),
+        "attn.qkv.bias": (3 * d,),
         "attn.out.weight": (d, d),
         "mlp.up.weight": (4 * d, d),
         "mlp.up.bias": (4 * d,),

@@ -2,8 +2,8 @@
 
 The architecture and the initial values of GPT-2 (Radford et al. 2019, "Language models are unsupervised
 multitask learners"). Parameters are a pytree, the model is a function of it, and the names in the annotations
-are the logical axes that rules shard: ``vocab``, ``positions``, ``embed``, ``heads``, ``head_dim``, ``mlp``,
-``layers``; activations are ``batch seq embed``.
+are the logical axes that rules shard: ``vocab``, ``positions``, ``embed``, ``heads``, ``qkv``, ``head_dim``,
+``mlp``, ``layers``; activations are ``batch seq embed``.
 """
 
 from __future__ import annotations
@@ -68,15 +68,11 @@ class Norm:
 
 @fp.dataclass
 class Attention:
-    """Multi-head causal self-attention (Vaswani et al. 2017)."""
+    """Multi-head causal self-attention (Vaswani et al. 2017); query, key and value are one matrix, by head."""
 
-    q: Float[Tensor, "embed heads head_dim"]
-    k: Float[Tensor, "embed heads head_dim"]
-    v: Float[Tensor, "embed heads head_dim"]
+    qkv: Float[Tensor, "embed heads qkv head_dim"]
     out: Float[Tensor, "heads head_dim embed"]
-    q_bias: Float[Tensor, "heads head_dim"] | None
-    k_bias: Float[Tensor, "heads head_dim"] | None
-    v_bias: Float[Tensor, "heads head_dim"] | None
+    qkv_bias: Float[Tensor, "heads qkv head_dim"] | None
     out_bias: Float[Tensor, "embed"] | None
 
 
@@ -127,18 +123,14 @@ def init_params(key: Tensor, cfg: Config, *, dtype: torch.dtype = torch.float32)
 
     def block(key: Tensor) -> Block:
         attn = Attention(
-            q=normal(key, 0, d, h, hd),
-            k=normal(key, 1, d, h, hd),
-            v=normal(key, 2, d, h, hd),
-            out=normal(key, 3, h, hd, d, std=out_std),
-            q_bias=zeros(h, hd),
-            k_bias=zeros(h, hd),
-            v_bias=zeros(h, hd),
+            qkv=normal(key, 0, d, h, 3, hd),
+            out=normal(key, 1, h, hd, d, std=out_std),
+            qkv_bias=zeros(h, 3, hd),
             out_bias=zeros(d),
         )
         mlp = Mlp(
-            up=normal(key, 4, d, hidden),
-            down=normal(key, 5, hidden, d, std=out_std),
+            up=normal(key, 2, d, hidden),
+            down=normal(key, 3, hidden, d, std=out_std),
             up_bias=zeros(hidden),
             down_bias=zeros(d),
         )
@@ -164,9 +156,7 @@ def _layer_norm(p: Norm, x: Tensor) -> Tensor:
 def block(p: Block, x: Float[Tensor, "batch seq embed"]) -> Float[Tensor, "batch seq embed"]:
     """One transformer layer: attention, then the MLP, each added to the residual stream."""
     y = _layer_norm(p.norm1, x)
-    q = project_in(y, p.attn.q, p.attn.q_bias)
-    k = project_in(y, p.attn.k, p.attn.k_bias)
-    v = project_in(y, p.attn.v, p.attn.v_bias)
+    q, k, v = project_in(y, p.attn.qkv, p.attn.qkv_bias).unbind(-2)
     x = residual(x, project_out(self_attention(q, k, v), p.attn.out, p.attn.out_bias))
     y = F.gelu(project_in(_layer_norm(p.norm2, x), p.mlp.up, p.mlp.up_bias), approximate="tanh")
     return residual(x, project_out(y, p.mlp.down, p.mlp.down_bias))

@@ -52,10 +52,10 @@ def gpt_params(net: Gpt) -> gpt.GPT:
 
     def block(m: GptBlock) -> gpt.Block:
         d, h = m.out.weight.shape[0], m.heads
-        q, k, v = m.qkv.weight.mT.unflatten(1, (3, h, d // h)).unbind(1)
-        biases = (None,) * 3 if m.qkv.bias is None else m.qkv.bias.unflatten(0, (3, h, d // h)).unbind(0)
+        qkv = m.qkv.weight.mT.unflatten(1, (3, h, d // h)).transpose(1, 2)
+        bias = None if m.qkv.bias is None else m.qkv.bias.unflatten(0, (3, h, d // h)).transpose(0, 1)
         out = m.out.weight.mT.unflatten(0, (h, d // h))
-        attn = gpt.Attention(q, k, v, out, *biases, m.out.bias)
+        attn = gpt.Attention(qkv, out, bias, m.out.bias)
         mlp = gpt.Mlp(m.up.weight.mT, m.down.weight.mT, m.up.bias, m.down.bias)
         return gpt.Block(norm(m.ln1), attn, norm(m.ln2), mlp)
 

@@ -120,7 +120,7 @@ def test_initial_standard_deviations_are_those_of_gpt2():
 @pytest.mark.parametrize(
     ("model", "cfg", "axes"),
     [
-        (gpt, GPT, {"vocab", "positions", "embed", "heads", "head_dim", "mlp"}),
+        (gpt, GPT, {"vocab", "positions", "embed", "heads", "qkv", "head_dim", "mlp"}),
         (llama, LLAMA, {"vocab", "embed", "heads", "kv_heads", "head_dim", "mlp"}),
     ],
 )
@@ -132,7 +132,7 @@ def test_every_dim_of_every_leaf_has_a_logical_name(model, cfg, axes):
         names |= {name for dim in spec.dims for name, _ in dim}
     assert names == axes
     paths, _, _ = fp.tree.flatten_with_path(params)
-    assert "blocks.1.mlp.up" in paths and "blocks.0.attn.q" in paths
+    assert "blocks.1.mlp.up" in paths and "blocks.0.attn.out" in paths
 
 
 def test_presets_have_the_parameter_counts_of_the_benchmarks():
