@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -61,7 +61,7 @@ class Op:
 
     @functools.cached_property
     def inputs(self) -> list[Local]:
-        return list(locals_of((self.args, self.kwargs)))
+        return locals_of(self.kwargs, locals_of(self.args, []))
 
 
 @dataclass(eq=False)
@@ -119,15 +119,17 @@ class Saved:
 Item = Op | Comm | Call
 
 
-def locals_of(arg: Any) -> Iterator[Local]:
+def locals_of(arg: Any, into: list[Local]) -> list[Local]:
+    """Appends all Locals in a nest of lists, tuples and dicts."""
     if isinstance(arg, Local):
-        yield arg
+        into.append(arg)
     elif isinstance(arg, (list, tuple)):
         for item in arg:
-            yield from locals_of(item)
+            locals_of(item, into)
     elif isinstance(arg, dict):
         for item in arg.values():
-            yield from locals_of(item)
+            locals_of(item, into)
+    return into
 
 
 def map_locals(f: Any, arg: Any) -> Any:

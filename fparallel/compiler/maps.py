@@ -29,21 +29,26 @@ def fuse_maps(program: Program) -> None:
     v, m' = map adam(u, m; b)
     """
     graph = program.graph
-    changed = True
-    while changed:
-        changed = False
-        position = {id(node): i for i, node in enumerate(graph.nodes)}
-        readers: dict[Value, list[int]] = {}
-        for i, node in enumerate(graph.nodes):
-            for value in node.inputs:
-                readers.setdefault(value, []).append(i)
-        maps = [node for node in graph.nodes if node.target == MAP]
-        for later in maps:
-            earlier = _fusible(program, later, maps, position, readers)
-            if earlier is not None:
-                _fuse(program, earlier, later, readers, position)
-                changed = True
-                break
+    maps = [node for node in graph.nodes if node.target == MAP]
+    made = {out for node in maps for out in node.outs}
+    position = {id(node): i for i, node in enumerate(graph.nodes)}
+    readers: dict[Value, list[Node]] = {}
+    for node in graph.nodes:
+        for value in node.inputs:
+            if value in made:
+                readers.setdefault(value, []).append(node)
+    at = 0
+    while at < len(maps):
+        later = maps[at]
+        earlier = _fusible(program, later, maps, position, readers)
+        if earlier is None:
+            at += 1
+            continue
+        fused = _fuse(program, earlier, later, readers, position)
+        position |= dict.fromkeys((id(earlier), id(fused)), position[id(later)])
+        maps[at] = fused
+        maps.remove(earlier)
+        at = 0
     graph.count_uses()
 
 
@@ -60,7 +65,7 @@ def _results(program: Program, node: Node) -> list[list[Value]]:
 
 
 def _fusible(
-    program: Program, later: Node, maps: list[Node], position: dict[int, int], readers: dict[Value, list[int]]
+    program: Program, later: Node, maps: list[Node], position: dict[int, int], readers: dict[Value, list[Node]]
 ) -> Node | None:
     here = position[id(later)]
     columns = _columns(program, later)
@@ -73,7 +78,7 @@ def _fusible(
         own = set(earlier.outs)
         if any(value in own for value in later.args[1]):
             continue
-        if any(r < here for out in earlier.outs for r in readers.get(out, ())):
+        if any(position[id(r)] < here for out in earlier.outs for r in readers.get(out, ())):
             continue
         if any(value in own and column not in results for column in columns for value in column):
             continue
@@ -82,8 +87,8 @@ def _fusible(
 
 
 def _fuse(
-    program: Program, earlier: Node, later: Node, readers: dict[Value, list[int]], position: dict[int, int]
-) -> None:
+    program: Program, earlier: Node, later: Node, readers: dict[Value, list[Node]], position: dict[int, int]
+) -> Node:
     a: MapGraph = program.maps[earlier.args[2]]
     b: MapGraph = program.maps[later.args[2]]
     a_columns, a_results, b_columns = (
@@ -96,7 +101,7 @@ def _fuse(
     kept = [
         k
         for k, column in enumerate(a_results)
-        if any(out in outputs or any(r != here for r in readers.get(out, ())) for out in column)
+        if any(out in outputs or any(position[id(r)] != here for r in readers.get(out, ())) for out in column)
     ]
     columns = list(a_columns)
     source: list[tuple[str, int]] = []
@@ -139,6 +144,7 @@ def _fuse(
     program.graph.nodes = [
         fused if node is later else node for node in program.graph.nodes if node is not earlier
     ]
+    return fused
 
 
 def _joined_stages(

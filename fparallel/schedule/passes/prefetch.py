@@ -75,7 +75,7 @@ def gather_ahead(
     bound = math.inf if ahead_bytes is None else ahead_bytes
     budget = math.inf if memory_budget is None else memory_budget
     gathers = _gathers(schedule, program, instrs)
-    live = _live(schedule, program, instrs)
+    live = _live(schedule, program, instrs) if budget < math.inf else [0.0] * (len(instrs) + 1)
     ahead = [0.0] * (len(instrs) + 1)
     for gather in gathers:
         for i in range(gather.at, gather.use):
