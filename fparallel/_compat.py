@@ -1,12 +1,13 @@
-"""Everything that fparallel takes from the private parts of torch, in one place.
+"""Everything that fparallel takes from the private parts of torch, or that differs between versions.
 
-torch 2.11 to 2.15 must work; what differs between them is decided here and nowhere else.
+torch 2.11 to 2.15 and Python from 3.11 on must work; what differs is decided here and nowhere else.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -24,6 +25,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "all_gather_single",
+    "cached_property",
     "current_backward_sequence",
     "decomposition",
     "forward_sequence",
@@ -122,6 +124,26 @@ def fresh_fake(
             fake.__dict__.update(state)
             fakes.append(fake)
     return fakes
+
+
+if TYPE_CHECKING or sys.version_info >= (3, 12):
+    from functools import cached_property as cached_property
+else:
+
+    class cached_property:
+        """`functools.cached_property` as of Python 3.12: without the lock that costs more than most values."""
+
+        def __init__(self, function: Callable) -> None:
+            self.function, self.__doc__ = function, function.__doc__
+
+        def __set_name__(self, owner: type, name: str) -> None:
+            self.name = name
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                return self
+            value = instance.__dict__[self.name] = self.function(instance)
+            return value
 
 
 # torch 2.13 renamed two collectives and warns about their old names.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fparallel import tree
+from fparallel._compat import cached_property
 from fparallel.array import Array, ShapeDtypeStruct
 from fparallel.errors import TraceError
 from fparallel.logical import LogicalSpec
@@ -36,7 +36,7 @@ class Arguments:
     owner: list[int]
     statics: tuple[tuple[int | str, Any], ...]
 
-    @functools.cached_property
+    @cached_property
     def specs(self) -> list[LogicalSpec | None]:
         return [spec for value in self.values for spec in tree.logical_specs(value)]
 

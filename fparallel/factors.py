@@ -6,7 +6,6 @@ of the current piece. Different chains may say the same: here they are normalise
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fparallel._compat import cached_property
 from fparallel.mesh import Axis
 
 Coords = Mapping[str, int]
@@ -29,14 +29,14 @@ class Factor:
     def __hash__(self) -> int:
         return self._hash
 
-    @functools.cached_property
+    @cached_property
     def _hash(self) -> int:
         return hash((self.size, self.axes))
 
     def __reduce__(self) -> tuple:
         return Factor, (self.size, self.axes)
 
-    @functools.cached_property
+    @cached_property
     def num_shards(self) -> int:
         return math.prod(axis.size for axis in self.axes)
 

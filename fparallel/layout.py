@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fparallel._compat import cached_property
 from fparallel.errors import LayoutError
 from fparallel.factors import (
     Coords,
@@ -55,7 +56,7 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
-    @functools.cached_property
+    @cached_property
     def _hash(self) -> int:
         return hash((self.dims, self.unreduced))
 
@@ -70,16 +71,16 @@ class Layout:
     def replicated(shape: Sequence[int]) -> Layout:
         return _replicated(tuple(shape))
 
-    @functools.cached_property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
         return tuple(math.prod(f.size for f in dim) for dim in self.dims)
 
-    @functools.cached_property
+    @cached_property
     def sharded_axes(self) -> tuple[Axis, ...]:
         return tuple(axis for dim in self.dims for factor in dim for axis in factor.axes)
 
-    @functools.cached_property
+    @cached_property
     def unreduced_axes(self) -> tuple[Axis, ...]:
         return tuple(axis for axis, _ in self.unreduced)
 
@@ -94,14 +95,14 @@ class Layout:
     def local_factors(self, coords: Coords) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(f.piece(coords)[1] for f in dim) for dim in self.dims)
 
-    @functools.cached_property
+    @cached_property
     def max_local_numel(self) -> int:
         """Elements on the fullest rank."""
         return math.prod(
             chunk_sizes(f.size, f.axes)[0] if f.axes else f.size for dim in self.dims for f in dim
         )
 
-    @functools.cached_property
+    @cached_property
     def is_even(self) -> bool:
         """Whether every rank holds the same shape."""
         return all(f.size % f.num_shards == 0 for dim in self.dims for f in dim)

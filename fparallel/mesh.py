@@ -7,13 +7,13 @@ groups (0,4)(1,5)(2,6)(3,7).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fparallel._compat import cached_property
 from fparallel.errors import MeshError, did_you_mean
 
 KINDS = ("job", "simulated", "abstract")
@@ -40,7 +40,7 @@ class Axis:
     def __hash__(self) -> int:
         return self._hash
 
-    @functools.cached_property
+    @cached_property
     def _hash(self) -> int:
         return hash((self.name, self.size, self.pre, self.total))
 
@@ -155,7 +155,7 @@ class Mesh:
         along = tuple(axis for name in names for axis in self.axes(name))
         return sorted({self.group(along, self.coords(rank)) for rank in range(self.size)})
 
-    @functools.cached_property
+    @cached_property
     def rank_coords(self) -> tuple[dict[str, int], ...]:
         return tuple(self.coords(rank) for rank in range(self.size))
 

@@ -251,7 +251,6 @@ class Rules:
         batch: bool,
         used: set[str],
     ) -> LeafPlan:
-        layout, cause, named = Layout.replicated(shape), "replicated: no rule names it", False
         glob = self._glob_for(path, used)
         for name, index, length in spec.index_axes if spec is not None else ():
             self._check_index(name, index, length, mesh, path)
@@ -262,8 +261,7 @@ class Rules:
             layout, cause, named = self.logical_layout(logical, shape, mesh, path), f"glob '{glob}'", True
         elif spec is not None and (spec.dims or not shape):
             layout = self.logical_layout(spec, shape, mesh, path)
-            named = not self.names.keys().isdisjoint(names_of(spec.dims))
-            cause = f"logical axes '{spec}'"
+            cause, named = f"logical axes '{spec}'", not names_of(spec.dims).isdisjoint(self.names)
         elif batch and shape and "batch" in self.names:
             batched = LogicalSpec(((("batch", None),), *(((None, None),) for _ in shape[1:])))
             layout, cause, named = (
@@ -271,6 +269,8 @@ class Rules:
                 "leading dim of the batch",
                 True,
             )
+        else:
+            layout, cause, named = Layout.replicated(shape), "replicated: no rule names it", False
         return LeafPlan(path, shape, dtype, layout, layout, layout, "", cause, named)
 
     def _check_index(self, name: str, index: int, length: int, mesh: Mesh, path: str) -> None:

@@ -118,7 +118,7 @@ def paths(treedef: PyTreeSpec) -> list[str]:
 
 @functools.lru_cache(maxsize=512)
 def _paths(treedef: PyTreeSpec) -> tuple[str, ...]:
-    dotted = tuple(join_path(*_builtin_map(_key, accessor)) for accessor in treedef.accessors())
+    dotted = _paths_below(treedef, {})
     if len(set(dotted)) != len(dotted):
         twice = next(path for i, path in enumerate(dotted) if path in dotted[:i])
         raise TreeError(
@@ -129,9 +129,17 @@ def _paths(treedef: PyTreeSpec) -> tuple[str, ...]:
     return dotted
 
 
-def _key(entry: optree.PyTreeEntry) -> Any:
-    """The key of one step of a path: the name of a field, a dict key or an index."""
-    return getattr(entry, "field", entry.entry)
+def _paths_below(node: PyTreeSpec, known: dict[PyTreeSpec, tuple[str, ...]]) -> tuple[str, ...]:
+    """The paths of the leaves below a node; equal nodes, such as the layers of a model, are walked once."""
+    if node.is_leaf():
+        return ("",)
+    if node not in known:
+        found: list[str] = []
+        for key, child in zip(_builtin_map(str, _keys(node)), node.children(), strict=True):
+            below = _paths_below(child, known)
+            found += [f"{key}.{path}" if key and path else key or path for path in below]
+        known[node] = tuple(found)
+    return known[node]
 
 
 def join_path(*parts: Any) -> str:
@@ -239,8 +247,14 @@ def _mismatch(treedef: PyTreeSpec, tree: Any, expected: str, path: tuple[Any, ..
     return next((e for d, c, k in below if (e := _mismatch(d, c, expected, (*path, k))) is not None), None)
 
 
-def _keys(one_level: PyTreeSpec) -> list[Any]:
-    return [_key(accessor[0]) for accessor in one_level.accessors()]
+def _keys(node: PyTreeSpec) -> list[Any]:
+    """The key of each child: the name of a field, a dict key or an index."""
+    cls = node.type
+    if cls is not None and optree.is_namedtuple_class(cls):
+        return list(optree.namedtuple_fields(cls))
+    if cls is not None and optree.is_structseq_class(cls):
+        return list(optree.structseq_fields(cls))
+    return node.entries()
 
 
 def _describe(one_level: PyTreeSpec, leaf_type: type = object) -> str:

@@ -120,8 +120,10 @@ class BlockTracing:
         index: dict[Any, int] = {}
         body_of, is_tuple = [], False
         common = (self._code_key(fn), tuple((s.dtype if isinstance(s, Tensor) else s) for s in shared))
-        for row in zip(*columns, strict=True):
-            avals = tuple([(x.shape, x.dtype) for x in row])
+        assert self.tracer is not None
+        values = [list(map(self.tracer.value, column)) for column in columns]
+        for row, known in zip(zip(*columns, strict=True), zip(*values, strict=True), strict=True):
+            avals = tuple([(value.shape, value.dtype) for value in known])
             if avals not in index:
                 key = (common, avals)
                 if key not in self._body_cache:
@@ -135,7 +137,7 @@ class BlockTracing:
         roles = (stage.ins, stage.outs) if stage else ((), ())
         name = getattr(fn, "__name__", "map").strip("<>")
         self.maps.append(MapGraph(name, bodies, body_of, len(columns), num_outs, stages, *roles))
-        flat = [x for column in columns for x in column]
+        flat = [value for column in values for value in column]
         num = len(body_of)
         like = [bodies[b].outputs[k] for k in range(num_outs) for b in body_of]
         outs = self.emit(_OPS.map.default, (flat, shared_tensors, len(self.maps) - 1), like)

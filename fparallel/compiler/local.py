@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fparallel._compat import cached_property
 from fparallel.layout import Layout, typed
 from fparallel.mesh import Axis
 
@@ -59,7 +59,7 @@ class Op:
     view: bool = False
     flops: int = 0
 
-    @functools.cached_property
+    @cached_property
     def inputs(self) -> list[Local]:
         return locals_of(self.kwargs, locals_of(self.args, []))
 

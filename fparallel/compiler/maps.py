@@ -65,7 +65,11 @@ def _results(program: Program, node: Node) -> list[list[Value]]:
 
 
 def _fusible(
-    program: Program, later: Node, maps: list[Node], position: dict[int, int], readers: dict[Value, list[Node]]
+    program: Program,
+    later: Node,
+    maps: list[Node],
+    position: dict[int, int],
+    readers: dict[Value, list[Node]],
 ) -> Node | None:
     here = position[id(later)]
     columns = _columns(program, later)

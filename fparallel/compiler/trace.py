@@ -346,14 +346,16 @@ class StepRecorder(BlockTracing):
     def enter_grad(self, leaves: list[Tensor]) -> list[Tensor]:
         """New fakes that stand for the same values, so that autograd starts at them."""
         assert self.tracer is not None
-        fakes = fresh_fake(self.fake_mode, [(tuple(x.shape), x.dtype) for x in leaves], self.device)
-        for fake, leaf in zip(fakes, leaves, strict=True):
-            self.tracer.known[id(fake)] = (self.tracer.value(leaf), fake)
+        values = list(map(self.tracer.value, leaves))
+        fakes = fresh_fake(self.fake_mode, [(value.shape, value.dtype) for value in values], self.device)
+        for fake, value in zip(fakes, values, strict=True):
+            self.tracer.known[id(fake)] = (value, fake)
         return list(fakes)
 
     def mark_grads(self, grads: list[Tensor], leaves: list[Tensor], paths: list[str]) -> list[Tensor]:
-        like = [Value(tuple(g.shape), g.dtype) for g in grads]
-        return self.emit(torch.ops.fparallel.mark_grads.default, (grads, leaves, paths), like)
+        assert self.tracer is not None
+        values = list(map(self.tracer.value, grads))
+        return self.emit(torch.ops.fparallel.mark_grads.default, (values, leaves, paths), values)
 
     def sum_squares(self, leaves: list[Tensor], dtype: torch.dtype) -> Tensor:
         return self.emit(torch.ops.fparallel.sum_squares.default, (leaves,), [Value((), dtype)])[0]

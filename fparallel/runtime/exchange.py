@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fparallel._compat import cached_property
 from fparallel.factors import Factor, align
 from fparallel.layout import Layout
 from fparallel.mesh import Axis, Mesh
@@ -46,7 +47,7 @@ class Cut:
             x = x.narrow(dim, start, length)
         return x
 
-    @functools.cached_property
+    @cached_property
     def is_flat(self) -> bool:
         """Whether the part of a contiguous tensor is contiguous."""
         lead = min((dim for dim, _, _ in self.cuts), default=0)

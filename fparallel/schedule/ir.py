@@ -10,7 +10,6 @@ A buffer is written at most once in a program; its name means the same global va
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -18,6 +17,7 @@ from typing import TypeGuard
 
 import torch
 
+from fparallel._compat import cached_property
 from fparallel.layout import Layout, typed
 from fparallel.mesh import Axis, Mesh, merge_axes
 from fparallel.schedule.segment import Segment
@@ -43,7 +43,7 @@ class Buffer:
     kind: str = "temp"
     memory: str = "device"
 
-    @functools.cached_property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes on the fullest rank."""
         return self.layout.max_local_numel * self.dtype.itemsize
@@ -264,7 +264,7 @@ class Schedule:
         """The first rank of a role. It holds the largest part of every buffer (see `layout.piece`)."""
         return self.mesh.rank({**dict.fromkeys(self.mesh.names, 0), **dict(program.role)})
 
-    @functools.cached_property
+    @cached_property
     def role_axes(self) -> tuple[str, ...]:
         """The axes along which ranks do not all run one program or send to each other."""
         names = {axis for program in self.programs for axis, _ in program.role}
@@ -317,7 +317,7 @@ class Schedule:
             total += size * (n - 1) / n * (2 if instr.kind == "all_reduce" else 1)
         return total
 
-    @functools.cached_property
+    @cached_property
     def text(self) -> str:
         from fparallel.schedule.text import schedule_text
 

@@ -7,7 +7,6 @@ serves every rank of a mesh.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fparallel._compat import cached_property
 from fparallel.factors import align
 from fparallel.layout import Layout, typed
 from fparallel.mesh import Axis
@@ -226,7 +226,7 @@ class Segment:
             digest = hashlib.sha256(text.encode()).hexdigest()[:12]
             object.__setattr__(self, "fingerprint", digest)
 
-    @functools.cached_property
+    @cached_property
     def signature(self) -> str:
         ins = ", ".join(typed(*value) for value in self.inputs)
         outs = ", ".join(typed(*value) for value in self.outputs)

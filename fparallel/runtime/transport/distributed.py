@@ -78,6 +78,9 @@ class DistributedTransport:
         if self.mesh.device == "cpu" or group is None:
             links = None if group is None else connect(group, members, self.deadline)
             if links is not None:
+                dist.destroy_process_group(
+                    group
+                )  # its thread would wake a hundred times a second for nothing
                 return HostCommunicator(links, members, members.index(self.rank), Pool(), self.deadline)
             return GlooCommunicator(group, members, Pool(), self.deadline)
         from fparallel.runtime.transport.nccl import NcclCommunicator

@@ -30,6 +30,7 @@ _TOKEN = 32  # bytes
 _INLINE = 1024  # addresses that travel in the note; more are a table in the sender's memory
 
 Note = tuple[int, int, int, int]
+_HELLO = struct.Struct("<q")  # the sender's position in its group
 _HEAD = struct.Struct("<6q")  # the note, the number of addresses, the address of their table or 0
 
 
@@ -155,22 +156,33 @@ def connect(group: dist.ProcessGroup, members: Sequence[int], deadline: float) -
 def _links(
     me: int, offers: Sequence[Any], members: Sequence[int], door: socket.socket, deadline: float
 ) -> dict[int, Link]:
-    """Calls the members before this one, and answers those behind it."""
+    """Calls the members before this one, and answers those behind it; returns when all have their links."""
     found: dict[int, socket.socket] = {}
     for peer in range(me):
         found[peer] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(deadline)
         connection.connect(offers[peer][4])
-        connection.send(struct.pack("<q", me))
+        connection.send(_HELLO.pack(me))
     for _ in range(me + 1, len(members)):
         connection, _ = door.accept()
         connection.settimeout(deadline)
-        (peer,) = struct.unpack("<q", connection.recv(8))
-        found[peer] = connection
+        found[_hello(connection)] = connection
+    for connection in found.values():
+        connection.send(_HELLO.pack(me))
+    for connection in found.values():
+        _hello(connection)
     return {
         peer: Link(f"rank {members[peer]}", connection, PeerMemory(offers[peer][1]))
         for peer, connection in sorted(found.items())
     }
+
+
+def _hello(connection: socket.socket) -> int:
+    """The position of whoever is at the other end."""
+    data = connection.recv(_HELLO.size)
+    if len(data) != _HELLO.size:
+        raise OSError("it has ended")
+    return int(_HELLO.unpack(data)[0])
 
 
 def _all_gather(value: Any, group: dist.ProcessGroup, num_members: int) -> list[Any]:
