@@ -97,6 +97,7 @@ def _node_functions(registered: Registered) -> tuple[Callable[..., Any], ...]:
     """
     cls, names, statics = registered.cls, registered.children, registered.statics
     children_of, statics_of = _getter(names), _getter(statics)
+    has_dict = hasattr(object.__new__(cls), "__dict__")
 
     def flatten_node(instance: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
         registered.resolve()
@@ -107,9 +108,11 @@ def _node_functions(registered: Registered) -> tuple[Callable[..., Any], ...]:
 
     def unflatten_node(values: tuple[Any, ...], children: Iterable[Any]) -> Any:
         instance: Any = object.__new__(cls)
-        for name, value in zip(names, children, strict=True):
-            object.__setattr__(instance, name, value)
-        for name, value in zip(statics, values, strict=True):
+        if has_dict:
+            vars(instance).update(zip(names, children, strict=True))
+            vars(instance).update(zip(statics, values, strict=True))
+            return instance
+        for name, value in (*zip(names, children, strict=True), *zip(statics, values, strict=True)):
             object.__setattr__(instance, name, value)
         return instance
 
@@ -130,7 +133,9 @@ def _node_functions(registered: Registered) -> tuple[Callable[..., Any], ...]:
 def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
     if len(names) > 1:
         return operator.attrgetter(*names)
-    return lambda instance: tuple(getattr(instance, name) for name in names)
+    if not names:
+        return lambda instance: ()
+    return lambda instance: (getattr(instance, names[0]),)
 
 
 def _check_statics(registered: Registered, values: tuple[Any, ...]) -> None:

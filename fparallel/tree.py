@@ -148,7 +148,7 @@ def join_path(*parts: Any) -> str:
     >>> join_path("state", "params.blocks", 3, "up")
     'state.params.blocks.3.up'
     """
-    return ".".join(part for part in _builtin_map(str, parts) if part)
+    return ".".join(filter(None, _builtin_map(str, parts)))
 
 
 def _check_leaf_type(kind: type) -> None:

@@ -279,6 +279,8 @@ def _refuse_value_read() -> None:
 def _map_tensors(f: Callable[[Tensor], Any], arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return f(arg)
+    if isinstance(arg, list) and arg and isinstance(arg[0], Value):
+        return arg  # a column of Values already
     if isinstance(arg, (list, tuple)):
         return type(arg)(_map_tensors(f, item) for item in arg)
     return arg
