@@ -15,6 +15,7 @@ from fparallel.layout import Layout
 from fparallel.leaf_maps import map_leaves, sum_squares
 from fparallel.mean import Mean
 from fparallel.mesh import Mesh, make_mesh
+from fparallel.microbatches import accumulate
 from fparallel.process import process_count, process_index
 from fparallel.rules import Rules
 from fparallel.schedule import Schedule
@@ -40,6 +41,7 @@ __all__ = [
     "ShapeDtypeStruct",
     "Traced",
     "TrainState",
+    "accumulate",
     "block",
     "dataclass",
     "device_get",

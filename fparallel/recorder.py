@@ -40,6 +40,18 @@ class Recorder(Protocol):
     ) -> tuple[list[list[Tensor]], bool]: ...
     def sum_squares(self, leaves: list[Tensor], dtype: torch.dtype) -> Tensor: ...
     def constrain(self, x: Tensor, spec: Any) -> Tensor: ...
+    def untraced(self) -> contextlib.AbstractContextManager[None]: ...
+    def accumulate(
+        self,
+        body: Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]],
+        name: str,
+        num: int,
+        group: int,
+        whole: list[Tensor],
+        batch: list[Tensor],
+        keys: list[Tensor],
+        kinds: Callable[[], list[str]],
+    ) -> list[Tensor]: ...
 
 
 _recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(

@@ -34,7 +34,11 @@ class Zero:
 
 @dataclass
 class LeafPlan:
-    """What rules decide for one leaf: how it rests, how it is computed with, where its gradient goes, and why."""
+    """What rules decide for one leaf: how it rests, how it is computed with, where its gradient goes, and why.
+
+    Attributes:
+      reduced_early: its gradient is reduced over ranks for each micro-batch, not once for all.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -45,6 +49,7 @@ class LeafPlan:
     role: str = ""
     cause: str = "replicated: no rule names it"
     named: bool = False
+    reduced_early: bool = False
 
     def at(self, path: str) -> LeafPlan:
         """The same plan for a leaf at another path."""
@@ -58,6 +63,7 @@ class LeafPlan:
             self.role,
             self.cause,
             self.named,
+            self.reduced_early,
         )
 
 
@@ -320,6 +326,7 @@ class Rules:
             plan.cause += f"; ZeRO-{zero.stage} over {'*'.join(zero.axes)}"
         if plan.role == "params":
             plan.gradient = sharded
+            plan.reduced_early = zero.stage >= 2
 
 
 @functools.lru_cache(maxsize=65536)

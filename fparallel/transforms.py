@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,36 @@ from fparallel._compat import functorch_active
 from fparallel.errors import TraceError
 from fparallel.mean import Weighted
 from fparallel.recorder import Recorder, current_recorder, grad_depth
+
+
+@dataclass(frozen=True, eq=False)
+class Differentiates:
+    """What a function that `grad` or `value_and_grad` returned is, for those who call it on parts of a batch."""
+
+    fun: Callable
+    argnums: int | Sequence[int]
+    has_aux: bool
+    with_value: bool
+    made: list[Callable] = field(default_factory=list)
+
+    def loss(self, out: Any) -> Any:
+        """The value to differentiate, in what `fun` returned."""
+        return out[0] if self.has_aux and isinstance(out, tuple) and out else out
+
+
+def differentiates(fn: Callable) -> Differentiates | None:
+    """What `fn` differentiates; None if it was not made by `grad` or `value_and_grad`, or is wrapped in more."""
+    found = getattr(fn, _DIFFERENTIATES, None)
+    return found if found is not None and found.made[0] is fn else None
+
+
+def _says(fn: Callable, what: Differentiates) -> Callable:
+    what.made.append(fn)  # functools.wraps copies attributes to wrappers, of which this does not speak
+    setattr(fn, _DIFFERENTIATES, what)
+    return fn
+
+
+_DIFFERENTIATES = "_fparallel_differentiates"
 
 
 def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable:
@@ -33,7 +64,7 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False)
         value, grads = inner(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
-    return grad_fun
+    return _says(grad_fun, Differentiates(fun, argnums, has_aux, with_value=False))
 
 
 def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable:
@@ -83,7 +114,7 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
         grads = tree.unflatten(treedef, grads)
         return ((value, aux) if has_aux else value), grads
 
-    return value_and_grad_fun
+    return _says(value_and_grad_fun, Differentiates(fun, argnums, has_aux, with_value=True))
 
 
 def _scalar_loss(fun: Callable, out: Any, has_aux: bool) -> tuple[Tensor, Any]:

@@ -40,13 +40,16 @@ def make_functions(options: Options) -> Functions:
         options.torch_dtype,
     )
     loss_fn = model.loss
+    grad_fn = fp.value_and_grad(loss_fn)
+    if options.microbatches > 1:
+        grad_fn = fp.accumulate(grad_fn, num_microbatches=options.microbatches)
 
     def init_state(key: Tensor) -> Any:
         params = model.init_params(key, cfg, dtype=dtype)
         return fp.TrainState(step=0, params=params, opt_state=tx.init(params), key=key)
 
     def train_step(state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
-        loss, grads = fp.value_and_grad(loss_fn)(state.params, batch)
+        loss, grads = grad_fn(state.params, batch)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = fp.optim.apply_updates(state.params, updates)
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), {"loss": loss}
@@ -55,7 +58,7 @@ def make_functions(options: Options) -> Functions:
         return loss_fn(params, batch)
 
     def gradients(params: Any, batch: Batch) -> tuple[Tensor, Any]:
-        return fp.value_and_grad(loss_fn)(params, batch)
+        return grad_fn(params, batch)
 
     return Functions(init_state, train_step, evaluate, gradients)
 

@@ -60,6 +60,9 @@ class Options:
     batch: int | None = None
     """Sequences in the global batch; unless given, 8 for each data-parallel rank."""
 
+    microbatches: int = 1
+    """Parts of the batch that a step computes one after the other: activations of one part at a time."""
+
     steps: int = 300
     """Training steps."""
 
@@ -114,7 +117,7 @@ class Options:
         Raises:
             FparallelError: naming the flag.
         """
-        for name in ("steps", "seq", "eval_every"):
+        for name in ("steps", "seq", "eval_every", "microbatches"):
             _require(name, getattr(self, name), least=1)
         for name in ("check", "sample", "warmup", "seed"):
             _require(name, getattr(self, name), least=0)
@@ -126,6 +129,14 @@ class Options:
             raise DataError(
                 f"a batch of {self.batch} over {_DATA_AXIS}={self.data_ranks} leaves ranks idle",
                 fix=f"use --batch {self.data_ranks} or more, or a smaller {_DATA_AXIS}",
+            )
+        unit = self.microbatches * self.data_ranks
+        if self.microbatches > 1 and self.batch_size % unit:
+            below = self.batch_size // unit * unit
+            raise DataError(
+                f"a batch of {self.batch_size} is no whole number of rows for each of {self.microbatches} micro-batches "
+                f"on {self.data_ranks} data-parallel ranks",
+                fix=f"use --batch {f'{below} or {below + unit}' if below else unit}",
             )
 
     @property

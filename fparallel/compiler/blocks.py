@@ -144,10 +144,8 @@ class BlockTracing:
         return [[outs[k * num + i] for k in range(num_outs)] for i in range(num)], is_tuple
 
     def _trace_body(self, fn: Callable, row: Sequence[Tensor], shared: list[Any]) -> tuple[Graph, bool]:
-        outer, self.tracer = self.tracer, None
         fakes = [self.fake(x.shape, x.dtype) for x in row]
         scalars = [self.fake(s.shape, s.dtype) for s in shared if isinstance(s, Tensor)]
-        self.tracer = outer
         result: list[bool] = []
 
         def run(*flat: Tensor) -> list[Tensor]:
@@ -186,7 +184,7 @@ class _Block:
         self.static_outs = [None if isinstance(out, Tensor) else out for out in outs]
 
 
-class _Substitute(TorchFunctionMode):
+class Substitute(TorchFunctionMode):
     """Replaces tensors by others wherever a torch function takes them."""
 
     def __init__(self, replacement: dict[int, Tensor]) -> None:
@@ -242,10 +240,7 @@ def _trace_joint(
     pending: list[Tensor],
 ) -> tuple[BlockGraph, Any, list[Any]]:
     flags = [*needs_grad, *(torch.is_grad_enabled() and x.requires_grad for x in lifted)]
-    outer = recorder.tracer
-    recorder.tracer = None
     fakes = [recorder.fake(x.shape, x.dtype) for x in [*tensors, *lifted]]
-    recorder.tracer = outer
     num_leaves = sum(isinstance(leaf, Tensor) for leaf in leaves)
     found: dict[str, Any] = {}
 
@@ -263,7 +258,7 @@ def _trace_joint(
             treedef, [next(own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         )
         scope = random.use(xs[num_leaves]) if num_leaves < len(tensors) else contextlib.nullcontext()
-        swap = _Substitute({id(old): new for old, new in zip(lifted, xs[len(tensors) :], strict=True)})
+        swap = Substitute({id(old): new for old, new in zip(lifted, xs[len(tensors) :], strict=True)})
         with torch.enable_grad(), scope, swap if lifted else contextlib.nullcontext():
             result = fn(*args, **kwargs)
         for node in tracer.graph.nodes:
@@ -381,3 +376,4 @@ _opaque(
     lambda grads, leaves, paths: [torch.empty_like(g) for g in grads],
 )
 _opaque("constrain(Tensor x, int spec) -> Tensor", lambda x, spec: torch.empty_like(x))
+_opaque("accumulate(Tensor[] whole, Tensor[] batch, Tensor[] keys, int loop) -> Tensor[]", _refuse)

@@ -24,11 +24,12 @@ from fparallel.schedule.segment import LocalOp, Ref, Segment
 
 @dataclass(eq=False)
 class Piece:
-    """A segment and the Locals that it reads and gives out."""
+    """A segment and the Locals that it reads and gives out; `micro`: the micro-batch that it is of."""
 
     segment: Segment
     ins: list[Local]
     outs: list[Local]
+    micro: int | None = None
 
 
 @dataclass
@@ -65,7 +66,8 @@ def group(items: Sequence[Item]) -> list[list[Op] | Comm | Call]:
             pending.append(item)
             made.update(out for out in item.outs if out is not None)
             continue
-        if pending and any(value in made for value in item.inputs):
+        urgent = isinstance(item, Call) and any(op.at_once for op in pending)
+        if pending and (urgent or any(value in made for value in item.inputs)):
             groups.append(pending)
             pending, made = [], set()
         groups.append(item)
@@ -103,21 +105,13 @@ def retake_views(groups: list[list[Op] | Comm | Call]) -> list[list[Op] | Comm |
                 value.dtype, value.layout, value.name, pinned=value.pinned, static=value.static
             )
             ops.append(
-                Op(
-                    op.target,
-                    map_locals(fetch, op.args),
-                    op.kwargs,
-                    [again[value]],
-                    op.source,
-                    phase,
-                    True,
-                )
+                dataclasses.replace(op, args=map_locals(fetch, op.args), outs=[again[value]], phase=phase)
             )
             return again[value]
 
         for op in step:
             args, kwargs = map_locals(fetch, op.args), map_locals(fetch, op.kwargs)
-            ops.append(Op(op.target, args, kwargs, op.outs, op.source, op.phase, op.view, op.flops))
+            ops.append(dataclasses.replace(op, args=args, kwargs=kwargs))
         result.append(ops)
     return result
 
@@ -134,6 +128,8 @@ class Builder:
         self.templates: dict[int, tuple[Split, Plan, Plan]] = {}
         self.unread: dict[tuple[int, bool], frozenset[int]] = {}
         self.counts: dict[str, Any] = {}
+        self.numbers: dict[str, int] = {}  # by label, how many segments have it
+        self.alike: dict[Any, Segment] = {}  # segments of micro-batches by what they are
         self.call_numbers: dict[tuple[int, int], int] = {}
 
     # -------------------------------------------------------------- segments
@@ -197,17 +193,25 @@ class Builder:
             else:
                 taken.add(root[out])
                 results.append(index[out])
-        number = self.counts.setdefault(label, itertools.count())
+        number = self.numbers.get(label, 0)
         segment = Segment(
-            f"{label}.{next(number)}",
+            f"{label}.{number}",
             tuple((v.dtype, v.layout) for v in ins),
             tuple((v.dtype, v.layout) for v in outs),
             tuple(local_ops),
             tuple(results),
             sum(op.flops for op in ops),
         )
-        self.segments[segment.name] = segment
-        return Piece(segment, ins, outs)
+        micros = {op.micro for op in ops} - {None}
+        micro = micros.pop() if len(micros) == 1 else None
+        if micro is not None:  # another micro-batch may have had the same
+            sources = tuple(op.source for op in local_ops)
+            key = (segment.inputs, segment.outputs, segment.fingerprint, sources)
+            segment = self.alike.setdefault(key, segment)
+        if segment.name not in self.segments:
+            self.numbers[label] = number + 1
+            self.segments[segment.name] = segment
+        return Piece(segment, ins, outs, micro)
 
     def find_unread(self, call: Call) -> None:
         """What a call does not read need not be gathered for it."""
@@ -275,7 +279,10 @@ class Builder:
             if isinstance(step, Piece):
                 ins = tuple(name(value) for value in step.ins)
                 outs = tuple(name(value) for value in step.outs)
-                self.instrs.append(Run(step.segment.name, ins, outs, label or step.segment.name))
+                named = label or step.segment.name
+                if step.micro is not None and not label:
+                    named += f" mb{step.micro}"
+                self.instrs.append(Run(step.segment.name, ins, outs, named))
             elif isinstance(step, Comm):
                 src = name(step.src)
                 self.instrs.append(
@@ -296,10 +303,13 @@ class Builder:
         """Instantiates a block's forward or backward."""
         template: Template = call.block
         parts, forward, backward = self.template(template)
-        key = (id(template), call.saved.index)
+        saved = call.saved
+        key = (id(template), saved.index if saved.like is None else saved.like)
         if key not in self.call_numbers:
             self.call_numbers[key] = next(self.counts.setdefault(f"calls {template.name}", itertools.count()))
         prefix = f"{template.name}.{self.call_numbers[key]}"
+        if saved.micro is not None:
+            prefix += f".mb{saved.micro}"
         formal = template.inputs + (template.tangents if call.backward else [])
         pairs = enumerate(zip(formal, call.ins, strict=True))
         inner = {own: name(value) for i, (own, value) in pairs if i not in call.unread}
@@ -373,6 +383,7 @@ def build(
     buffers = {n: b for n, b in builder.buffers.items() if b.kind != "constant" or n in constants}
     donated_names = frozenset(name for name, flag in zip(argument_names, donated, strict=True) if flag)
     instrs = _inplace(builder.instrs, buffers, argument_names, result_names, donated_names, same_place)
+    instrs = _sums_in_place(instrs, buffers, builder.segments)
     for name in result_names:
         if buffers[name].kind == "temp":
             buffers[name] = Buffer(name, buffers[name].dtype, buffers[name].layout, "result")
@@ -436,3 +447,27 @@ def _inplace(
         else instr
         for i, instr in enumerate(instrs)
     ]
+
+
+def _sums_in_place(
+    instrs: Sequence[Instr], buffers: dict[str, Buffer], segments: dict[str, Segment]
+) -> list[Instr]:
+    """Lets a sum over micro-batches stay where it is when a term is added, if nothing else reads what it was."""
+    last_read = {name: i for i, instr in enumerate(instrs) for name in instr.reads}
+    made: list[Instr] = []
+    for i, instr in enumerate(instrs):
+        if isinstance(instr, Run):
+            segment, pairs = segments[instr.segment], list(instr.inplace)
+            for op in segment.ops:
+                if op.target != "local.accumulate" or op.outs[0] not in segment.results:
+                    continue
+                into, out = op.args[0].index, segment.results.index(op.outs[0])
+                if into >= len(instr.ins):
+                    continue  # made in this run
+                name = instr.ins[into]
+                free = buffers[name].kind == "temp" and last_read[name] == i and instr.ins.count(name) == 1
+                if free and buffers[name].dtype == buffers[instr.outs[out]].dtype:
+                    pairs.append((out, into))
+            instr = dataclasses.replace(instr, inplace=tuple(pairs))
+        made.append(instr)
+    return made

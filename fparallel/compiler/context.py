@@ -47,11 +47,16 @@ class Template:
 
 @dataclass
 class Roles:
-    """What the program's inputs are, by Value: layouts for computing with a parameter, and for its gradient."""
+    """What the program's inputs are, by Value: layouts for computing with a parameter, and for its gradient.
+
+    Attributes:
+      pending: whether gradients are reduced over ranks once, after all micro-batches, and not for each.
+    """
 
     compute: dict[Value, Layout] = field(default_factory=dict)
     gradient: dict[Value, Layout] = field(default_factory=dict)
     gradient_by_path: Callable[[str, tuple[int, ...]], Layout | None] = lambda path, shape: None
+    pending: bool = True
 
 
 class Context:

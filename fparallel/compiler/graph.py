@@ -15,6 +15,7 @@ from fparallel.recorder import Stage
 CALL, CALL_BACKWARD = "fparallel.call.default", "fparallel.call_backward.default"
 MARK_GRADS, MAP = "fparallel.mark_grads.default", "fparallel.map.default"
 CONSTRAIN, SUM_SQUARES = "fparallel.constrain.default", "fparallel.sum_squares.default"
+ACCUMULATE = "fparallel.accumulate.default"
 
 _ids = itertools.count()
 
@@ -262,17 +263,39 @@ class MapGraph:
 
 
 @dataclass
+class LoopGraph:
+    """A body that runs once for each micro-batch, traced once.
+
+    Attributes:
+      graph: its inputs are what passes whole, then the parts of the batch, then the keys of the micro-batch.
+      num, group: micro-batches, and neighbouring rows that stay together.
+      num_whole, num_batch: of the inputs.
+      kinds: per output "sum", added up over micro-batches, or "rows", put in the order of the batch.
+    """
+
+    name: str
+    graph: Graph
+    num: int
+    group: int
+    num_whole: int
+    num_batch: int
+    kinds: list[str]
+
+
+@dataclass
 class Program:
-    """A traced step: its graph, blocks, per-leaf maps and sharding constraints, before any layout is chosen."""
+    """A traced step: its graph, blocks, loops, per-leaf maps and constraints, before any layout is chosen."""
 
     graph: Graph
     blocks: list[BlockGraph]
     maps: list[MapGraph]
     constraints: list[Any]
+    loops: list[LoopGraph] = field(default_factory=list)
     grad_paths: dict[Value, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         parts = [f"step\n{self.graph}"]
+        parts += [f"loop {i} {loop.name} x {loop.num}\n{loop.graph}" for i, loop in enumerate(self.loops)]
         parts += [f"block {i} {block.name}\n{block.graph}" for i, block in enumerate(self.blocks)]
         parts += [
             f"map {i} {m.name} body {k}\n{body}"

@@ -48,7 +48,13 @@ class Local:
 
 @dataclass(eq=False)
 class Op:
-    """A local op; `args` hold Locals, symbols and constants. `view`: it may share the first operand's memory."""
+    """A local op; `args` hold Locals, symbols and constants.
+
+    Attributes:
+      view: it may share the first operand's memory.
+      at_once: it should run before the next block, because that frees memory.
+      micro: the micro-batch that it is of.
+    """
 
     target: str
     args: tuple[Any, ...]
@@ -58,6 +64,8 @@ class Op:
     phase: str = "F"
     view: bool = False
     flops: int = 0
+    at_once: bool = False
+    micro: int | None = None
 
     @cached_property
     def inputs(self) -> list[Local]:
@@ -110,9 +118,14 @@ class Call:
 
 @dataclass(eq=False)
 class Saved:
-    """One instance of a block: its number among the calls of the block."""
+    """One instance of a block: its number among the calls of the block.
+
+    In a loop every micro-batch has an instance of its own, `like` the one of the body.
+    """
 
     index: int
+    micro: int | None = None
+    like: int | None = None
     names: dict[str, str] = field(default_factory=dict)
 
 

@@ -13,7 +13,16 @@ from fparallel.compiler.block_calls import gradient_hints
 from fparallel.compiler.build import build
 from fparallel.compiler.context import Context, Decision, Roles
 from fparallel.compiler.early import early_collectives
-from fparallel.compiler.graph import CONSTRAIN, MARK_GRADS, Graph, Node, Program, Value, map_values
+from fparallel.compiler.graph import (
+    ACCUMULATE,
+    CONSTRAIN,
+    MARK_GRADS,
+    Graph,
+    Node,
+    Program,
+    Value,
+    map_values,
+)
 from fparallel.compiler.local import Local
 from fparallel.compiler.maps import fuse_maps
 from fparallel.compiler.partition import Partitioner
@@ -87,9 +96,14 @@ def lower_program(
         return None
 
     roles.gradient_by_path = by_path
-    restate_static(
-        graph, {value for value, plan in zip(graph.inputs, inputs, strict=True) if plan.role == "params"}
-    )
+    leaves = {value for value, plan in zip(graph.inputs, inputs, strict=True) if plan.role == "params"}
+    restate_static(graph, leaves)
+    for node in graph.nodes:
+        if node.target == ACCUMULATE:
+            body = program.loops[node.args[3]].graph
+            inside = zip(body.inputs, node.args[0], strict=False)
+            restate_static(body, {inner for inner, outer in inside if outer in leaves})
+    roles.pending = not any(plan.reduced_early for plan in params.values())
     partitioner.hints.update(gradient_hints(graph, _gradient_wishes(graph, inputs, atomic)))
     partitioner.run(graph)
     results = [
@@ -118,7 +132,8 @@ def _named_layouts(
     for name, wish in zip(names, wanted, strict=True):
         if wish is not None:
             named.setdefault(wish, name)
-    for graph in (program.graph, *(block.graph for block in program.blocks)):
+    inner = (part.graph for parts in (program.blocks, program.loops) for part in parts)
+    for graph in (program.graph, *inner):
         for node in graph.nodes:
             if node.target == CONSTRAIN:
                 layout = constrain(program.constraints[node.args[1]], node.args[0].shape)

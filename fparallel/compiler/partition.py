@@ -9,6 +9,7 @@ from fparallel.compiler.block_calls import call, call_backward
 from fparallel.compiler.context import Context, Decision, Lazy, Roles, Template
 from fparallel.compiler.expand import expand_node
 from fparallel.compiler.graph import (
+    ACCUMULATE,
     CALL,
     CALL_BACKWARD,
     CONSTRAIN,
@@ -26,6 +27,7 @@ from fparallel.compiler.propagate import Choice, Operand
 from fparallel.compiler.reshard import cost, plan
 from fparallel.compiler.rules import Placed, Rule, find_rule
 from fparallel.compiler.special_nodes import constrain, mark_grads, sum_squares
+from fparallel.compiler.unroll import accumulate
 from fparallel.errors import RuleError
 from fparallel.layout import Layout, same, typed
 from fparallel.schedule.segment import IsFirst, Narrowing
@@ -43,6 +45,7 @@ class Partitioner:
         self.after_grad: set[Value] = set()
         self.hints: dict[Value, Layout] = {}
         self.in_update = False
+        self.in_loop = False
         self.saved: dict[Value, tuple[Template, Saved, list[Value]]] = {}
 
     def fresh(self) -> Partitioner:
@@ -348,4 +351,5 @@ SPECIAL: dict[str, Callable[[Partitioner, Node], None]] = {
     CALL: call,
     CALL_BACKWARD: call_backward,
     MAP: lower_map,
+    ACCUMULATE: accumulate,
 }

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fparallel.compiler.context import Lazy
-from fparallel.compiler.graph import Node
+from fparallel.compiler.graph import Node, Value
 from fparallel.compiler.local import Local, Op
 from fparallel.factors import atoms_of
-from fparallel.layout import Layout
+from fparallel.layout import Layout, same
 from fparallel.schedule.segment import IsFirst
 
 if TYPE_CHECKING:
@@ -19,9 +19,22 @@ def mark_grads(p: Partitioner, node: Node) -> None:
     """Gradients leave autograd here: each pending sum is reduced once, into the layout that the rules give it."""
     grads, leaves, paths = node.args
     for grad, leaf, path, out in zip(grads, leaves, paths, node.outs, strict=True):
+        if p.in_loop and p.roles.pending and _only_pends(p, grad, leaf):
+            p.env[out] = p.env[grad]
+            continue
         layout = p.roles.gradient.get(leaf) or p.roles.gradient_by_path(path, leaf.shape)
         made = p.get(grad, layout or p.lies(leaf), cause=f"gradient of {path}", source=node.source, phase="B")
         p.env[out] = [made]
+
+
+def _only_pends(p: Partitioner, grad: Value, leaf: Value) -> bool:
+    """Whether a gradient lies as its parameter does, but for sums that are pending: its sum over micro-batches may."""
+    entry = p.env[grad]
+    if isinstance(entry, Lazy):
+        return False
+    local = entry[0]
+    compute = p.roles.compute.get(leaf) or p.lies(leaf)
+    return same(Layout(local.layout.dims), compute) and all(op == "sum" for _, op in local.layout.unreduced)
 
 
 def constrain(p: Partitioner, node: Node) -> None:

@@ -26,7 +26,8 @@ from fparallel._compat import (
     fresh_fake,
 )
 from fparallel.compiler.blocks import BlockTracing
-from fparallel.compiler.graph import BlockGraph, Graph, MapGraph, Node, Program, Value, map_values
+from fparallel.compiler.graph import BlockGraph, Graph, LoopGraph, MapGraph, Node, Program, Value, map_values
+from fparallel.compiler.loops import LoopTracing
 from fparallel.compiler.sources import error_line, user_line, variable_of
 from fparallel.errors import FparallelError, TraceError
 from fparallel.layout import Layout, typed
@@ -293,8 +294,8 @@ _ALIASES = {
 }
 
 
-class StepRecorder(BlockTracing):
-    """The recorder of one trace: the current tracer, blocks, maps and constraints."""
+class StepRecorder(BlockTracing, LoopTracing):
+    """The recorder of one trace: the current tracer, blocks, loops, maps and constraints."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -304,6 +305,7 @@ class StepRecorder(BlockTracing):
         self.phase = "F"
         self.blocks: list[BlockGraph] = []
         self.maps: list[MapGraph] = []
+        self.loops: list[LoopGraph] = []
         self.constraints: list[Any] = []
         self.constant_bytes = 0
         self.replay_source = ""
@@ -336,6 +338,14 @@ class StepRecorder(BlockTracing):
                 fix="pass large tensors as arguments, so that rules can shard them",
                 where=user_line(),
             )
+
+    @contextlib.contextmanager
+    def untraced(self) -> Iterator[None]:
+        outer, self.tracer = self.tracer, None
+        try:
+            yield
+        finally:
+            self.tracer = outer
 
     @contextlib.contextmanager
     def backward_phase(self) -> Iterator[None]:
@@ -393,7 +403,7 @@ def trace(
             raise explain(error) from error
     _refuse_complex(graph)
     graph.drop_dead()
-    return Program(graph, recorder.blocks, recorder.maps, recorder.constraints), extra[0]
+    return Program(graph, recorder.blocks, recorder.maps, recorder.constraints, recorder.loops), extra[0]
 
 
 def _refuse_complex(graph: Graph) -> None:

@@ -250,6 +250,12 @@ class _Code:
             several = len(op.outs) != 1 or returns_list(function)
         if not op.outs:
             return call
+        if op.target == "local.accumulate" and op.outs[0] is not None:
+            for pair in self.pairs.get(op.outs[0], ()):
+                into = op.args[0].index
+                if pair[1] == into and self.readers[into] == [at]:
+                    self.done.add(pair)
+                    return f"v{op.outs[0]} = v{into}.add_(v{op.args[1].index})"
         outs = ["_" if o is None else f"v{o}" for o in op.outs]
         return f"{', '.join(outs)}{',' if several and len(outs) == 1 else ''} = {call}"
 

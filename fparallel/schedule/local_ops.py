@@ -48,6 +48,11 @@ def keep_on_first(x: Tensor, first: bool) -> Tensor:
     return x if first else torch.zeros_like(x)
 
 
+def accumulate(total: Tensor, term: Tensor) -> Tensor:
+    """A sum over micro-batches and its next term."""
+    return total + term
+
+
 def own(x: Tensor) -> Tensor:
     """A tensor that shares no storage with another value."""
     return x.clone(memory_format=torch.contiguous_format)

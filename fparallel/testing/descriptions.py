@@ -71,6 +71,7 @@ class Case:
       state: "dict" or "TrainState".
       seed: of the key from which parameters and data are drawn.
       donate, steps: see `assert_equivalent`.
+      microbatches, group: see `fp.accumulate`; 0 is a step without it.
     """
 
     mesh: tuple[tuple[str, int], ...] = (("dp", 2),)
@@ -95,6 +96,8 @@ class Case:
     seed: int = 0
     donate: bool = False
     steps: int = 1
+    microbatches: int = 0
+    group: int = 1
 
     def __repr__(self) -> str:
         """Only what is not the default."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from fparallel import optim, random, tree
 from fparallel.mean import Mean
 from fparallel.mesh import make_mesh
+from fparallel.microbatches import accumulate
 from fparallel.rules import Rules
 from fparallel.testing.descriptions import Block, Case
 from fparallel.testing.equivalence import assert_equivalent
@@ -136,11 +137,14 @@ def build(c: Case) -> Problem:
     def step(state: Any, batch: dict[str, Tensor], frozen: Any = None) -> Any:
         get = state.__getitem__ if c.state == "dict" else lambda name: getattr(state, name)
         params, key = get("params"), get("key")
+        grad_fn = value_and_grad(loss, has_aux=True)
+        if c.microbatches:
+            grad_fn = accumulate(grad_fn, num_microbatches=c.microbatches, group=c.group)
         if drops:
             with random.use(random.fold_in(key, get("step"))):
-                (value, aux), grads = value_and_grad(loss, has_aux=True)(params, batch, frozen)
+                (value, aux), grads = grad_fn(params, batch, frozen)
         else:
-            (value, aux), grads = value_and_grad(loss, has_aux=True)(params, batch, frozen)
+            (value, aux), grads = grad_fn(params, batch, frozen)
         if c.optimizer == "manual":
             params, opt_state = _manual(params, grads, get("opt_state"))
         else:

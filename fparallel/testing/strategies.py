@@ -141,6 +141,7 @@ def cases(
     max_ranks: int = 8,
     max_axes: int = 3,
     min_axes: int = 1,
+    microbatches: Sequence[int] = (0,),
 ) -> Case:
     """A whole training step: any model of these kinds, mesh, rules that fit, ZeRO stage and odd sizes."""
     mesh = draw(meshes(max_ranks=max_ranks, axes=AXES, min_axes=min_axes, max_axes=max_axes))
@@ -156,6 +157,9 @@ def cases(
         axis = several or draw(st.sampled_from(data or list(mesh.names)))
         zero = (stage, axis, draw(st.sampled_from([0, 0, 10])))
     shards = math.prod(mesh.shape[axis] for axis in data)
+    number = draw(st.sampled_from(list(microbatches)))
+    group = draw(st.sampled_from([1, 1, 2])) if number else 1
+    rows = shards * number * group * draw(st.integers(1, 2)) if number else shards + draw(st.integers(0, 3))
     # Attention, and what a final norm cancels, have gradients of rounding alone: lion takes their sign.
     cancels = any(b.kind in ("attention", "parallel") for b in made) or bool(extras)
     return Case(
@@ -163,7 +167,9 @@ def cases(
         names=tuple(names.items()),
         zero=zero,
         vocab=draw(st.integers(5, 53)),
-        rows=shards + draw(st.integers(0, 3)),
+        rows=rows,
+        microbatches=number,
+        group=group,
         seq=draw(st.integers(1, 5)),
         dim=draw(st.sampled_from([4, 6, 5, 8])),
         hidden=draw(st.sampled_from([8, 6, 5, 3])),
@@ -192,6 +198,7 @@ def whole_cases(draw: st.DrawFn) -> Case:
             losses=("sum",),
             optimizers=("sgd", "momentum"),
             extras=("unused", "zero_size", "fixed"),
+            microbatches=(0, 2, 4),
         )
     )
     made = tuple(replace(b, norm="") for b in case.blocks)

@@ -22,6 +22,14 @@ THEMES = {
     "modules": fp.testing.cases(kinds=MODULES),
     "dropout": fp.testing.cases(kinds=("mlp", "glu", "attention"), dropout=True),
     "axes": fp.testing.cases(kinds=("mlp", "attention"), min_axes=3, max_axes=4, max_blocks=2),
+    "microbatches": fp.testing.cases(
+        kinds=("mlp", "relu", "attention", "linear"),
+        losses=("ce", "mean", "means", "sum"),
+        masks=("random", "first", "none"),
+        extras=EXTRAS,
+        dropout=True,
+        microbatches=(1, 2, 3, 4),
+    ),
     "optimizers": fp.testing.cases(kinds=("mlp", "glu"), optimizers=OPTIMIZERS, max_blocks=1),
 }
 

@@ -1,0 +1,398 @@
+"""Micro-batches: a function over parts of the batch, one after the other, its results added up.
+
+Un-jitted, `accumulate` is a Python loop. Under `fp.jit` its body is traced once and becomes one node of the
+program (see `compiler/loops.py`), which the compiler unrolls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fparallel import random, tree
+from fparallel._compat import FakeTensorMode, functorch_active
+from fparallel.errors import TraceError
+from fparallel.mean import Mean, MeanSum, Weighted
+from fparallel.recorder import current_recorder, recording
+from fparallel.transforms import Differentiates, differentiates, value_and_grad
+
+REDUCTIONS = ("mean", "sum")
+MICROBATCH_TAG = 0x6D626174  # "mbat": the ambient key of a micro-batch is a child of the scope's
+SUM, ROWS = "sum", "rows"  # how a result of the body becomes one of the loop
+
+# body(whole tensors, tensors of the micro-batch, keys) -> flat results; it says afterwards what they are
+Body = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
+
+
+def accumulate(
+    fn: Callable,
+    *,
+    num_microbatches: int,
+    batch_argnums: int | Sequence[int] = (1,),
+    reduction: str = "mean",
+    group: int = 1,
+) -> Callable:
+    """`fn` over `num_microbatches` parts of the batch, with the result that it has for the whole batch.
+
+    Micro-batch m is rows m, m + M, m + 2M, ... of the leading dim of every tensor in the batch arguments (with
+    `group` g: groups of g neighbouring rows), so that a batch sharded over ranks is cut without communication. The
+    other arguments pass whole, except that random keys (int64 of shape [2]) are folded with m, as is the key of an
+    enclosing `fp.random.use`.
+
+    Args:
+      fn: what `fp.value_and_grad` or `fp.grad` returned, or a function without gradients. Its results become:
+        the loss and the gradients, those of the whole batch: an `fp.Mean` is divided once by the weight of all
+        micro-batches (0/0 is 0), a plain scalar goes by `reduction`;
+        any other `fp.Mean`, the `fp.Mean` of all;
+        a tensor with a row for each row of the batch, the rows in the order of the batch;
+        any other float tensor, the mean or the sum over micro-batches; integers are only summed.
+      num_microbatches: M. M times `group` divides the rows; times the ranks that shard them, too.
+      batch_argnums: the positional arguments that are cut.
+      reduction: "mean" weighs micro-batches equally, "sum" adds them up.
+      group: neighbouring rows that stay together.
+
+    Gradients of bfloat16 and float16 leaves are added in float32, in the order of the micro-batches, and rounded once.
+
+    Raises:
+      TraceError: the rows do not divide, or a result has no meaning over micro-batches.
+
+    >>> loss = lambda w, x: Mean((w * x).sum(), (x > 0).sum())
+    >>> x = torch.tensor([2.0, 40.0, 0.0, 50.0])
+    >>> value, grad = accumulate(value_and_grad(loss), num_microbatches=2)(torch.tensor(1.0), x)
+    >>> value, grad
+    (tensor(30.6667), tensor(30.6667))
+    """
+    if reduction not in REDUCTIONS:
+        raise TraceError(f"reduction={reduction!r}", fix='use "mean" or "sum"')
+    for name, number in (("num_microbatches", num_microbatches), ("group", group)):
+        if type(number) is not int or number < 1:
+            raise TraceError(f"accumulate(..., {name}={number!r})", fix="use a whole number of at least 1")
+    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+
+    @functools.wraps(fn)
+    def accumulated(*args: Any, **kwargs: Any) -> Any:
+        return _Loop(fn, args, kwargs, argnums, num_microbatches, group, reduction).run()
+
+    return accumulated
+
+
+def microbatch(x: Tensor, index: int, num: int, group: int) -> Tensor:
+    """Part `index` of `num` of the rows of x: `[B, ...]` to `[B / num, ...]`."""
+    rows, rest = x.shape[0], x.shape[1:]
+    if group == 1:
+        return x.view(rows // num, num, *rest).select(1, index)
+    return x.view(rows // (num * group), num, group, *rest).select(1, index).flatten(0, 1)
+
+
+def in_batch_order(parts: Sequence[Tensor], group: int) -> Tensor:
+    """The inverse of `microbatch`: `[B / num, ...]` each to `[B, ...]`."""
+    rows, rest = parts[0].shape[0], parts[0].shape[1:]
+    cut = [part.reshape(rows // group, 1, group, *rest) for part in parts]
+    return torch.cat(cut, 1).reshape(rows * len(parts), *rest)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a sum over micro-batches is kept."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class _Loop:
+    """One call of an accumulated function."""
+
+    def __init__(
+        self,
+        fn: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        argnums: tuple[int, ...],
+        num: int,
+        group: int,
+        reduction: str,
+    ) -> None:
+        self.name = getattr(fn, "__name__", "the function")
+        self.fn, self.num, self.group, self.reduction = fn, num, group, reduction
+        for argnum in argnums:
+            if not -len(args) <= argnum < len(args):
+                raise TraceError(
+                    f"accumulate cuts argument {argnum} of {self.name}, which was called with {len(args)}",
+                    fix="pass the batch by position, and name its position in batch_argnums",
+                )
+        cut = {argnum % len(args) for argnum in argnums}
+        paths, leaves, self.treedef = tree.flatten_with_path((args, kwargs))
+        self.leaves = leaves
+        self.kinds = [
+            _kind(leaf, in_batch=path.startswith("0.") and int(path.split(".")[1]) in cut)
+            for path, leaf in zip(paths, leaves, strict=True)
+        ]
+        self.rows = self._check_rows(paths)
+
+    def _check_rows(self, paths: Sequence[str]) -> int:
+        rows: dict[int, str] = {}
+        for path, leaf, kind in zip(paths, self.leaves, self.kinds, strict=True):
+            if kind == "batch":
+                rows.setdefault(int(leaf.shape[0]), path.removeprefix("0."))
+        if len(rows) > 1:
+            (a, path_a), (b, path_b), *_ = rows.items()
+            raise TraceError(
+                f"the batch arguments of {self.name} differ in rows: {a} at argument {path_a}, {b} at {path_b}",
+                fix="give every tensor of a batch argument one row per example, or pass it in another argument",
+            )
+        if not rows:
+            raise TraceError(
+                f"the batch arguments of {self.name} hold no tensor with rows to cut into micro-batches",
+                fix="name the position of the batch in batch_argnums",
+            )
+        (number,) = rows
+        unit = self.num * self.group
+        if number % unit:
+            below = number // unit * unit
+            near = f"{below} or {below + unit}" if below else f"{unit}"
+            groups = f" of whole groups of {self.group}" if self.group > 1 else ""
+            raise TraceError(
+                f"a batch of {number} rows does not make {self.num} equal micro-batches{groups}",
+                fix=f"use a batch of {near} rows, or another num_microbatches",
+            )
+        return number
+
+    def run(self) -> Any:
+        spec = differentiates(self.fn)
+        if spec is None:
+            return self._loop(self.fn)
+        (value, aux), grads = self._loop(self._gradients(spec), self._weights(spec))
+        value = (value, aux) if spec.has_aux else value
+        return (value, grads) if spec.with_value else (grads, aux) if spec.has_aux else grads
+
+    # ------------------------------------------------------------ what is differentiated
+
+    def _weights(self, spec: Differentiates) -> list[Tensor]:
+        """The weight of all micro-batches, for each Mean in the loss."""
+        weighted: list[bool] = []
+
+        def weigh(*args: Any, **kwargs: Any) -> list[_Whole]:
+            with torch.no_grad():
+                out = spec.loss(spec.fun(*args, **kwargs))
+            weighted.append(isinstance(out, Weighted))
+            if not isinstance(out, Weighted):
+                return []
+            weights = [torch.as_tensor(mean.weight).detach() for _, mean in out.weighted()]
+            return [_Whole(w.to(torch.int64) if w.dtype == torch.bool else w) for w in weights]
+
+        self._shapes(weigh)
+        return list(self._loop(weigh)) if weighted[-1] else []
+
+    def _gradients(self, spec: Differentiates) -> Callable:
+        """The function whose sum over micro-batches is ((loss, aux), gradients)."""
+
+        def part(*args: Any, extra: list[Tensor], **kwargs: Any) -> Any:
+            def fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+                out = spec.fun(*args, **kwargs)
+                loss, aux = spec.loss(out), out[1] if spec.has_aux else None
+                if isinstance(loss, Weighted):
+                    terms = zip(loss.weighted(), extra, strict=True)
+                    return MeanSum(tuple((c, Mean(mean.sum, weight)) for (c, mean), weight in terms)), aux
+                if isinstance(loss, Tensor) and self.reduction == "mean":
+                    loss = loss / self.num
+                return loss, aux
+
+            (value, aux), grads = value_and_grad(fun, spec.argnums, has_aux=True)(*args, **kwargs)
+            return (_Whole(value), aux), tree.map(_Whole, grads)
+
+        return part
+
+    # ------------------------------------------------------------ the loop
+
+    def _loop(self, fn: Callable, extra: Sequence[Tensor] | None = None) -> Any:
+        """The combined results of `fn` over all micro-batches; `extra` are tensors that it takes besides."""
+        own = {
+            kind: [x for x, k in zip(self.leaves, self.kinds, strict=True) if k == kind] for kind in _KINDS
+        }
+        scope = random.scope_child(MICROBATCH_TAG)
+        keys = own["key"] + ([] if scope is None else [scope])
+        whole = [*own["whole"], *(extra or ())]
+        result = _Result(self, fn, extra)
+
+        def body(whole: list[Tensor], parts: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
+            args, kwargs = self._arguments(whole, parts, keys)
+            if extra is not None:
+                kwargs = {**kwargs, "extra": whole[len(own["whole"]) :]}
+            with contextlib.nullcontext() if scope is None else random.use(keys[-1]):
+                return result.flatten(fn(*args, **kwargs))
+
+        recorder = current_recorder()
+        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in [*whole, *own["batch"]])
+        if recorder is not None and not functorch_active() and not tracked:
+            outs = recorder.accumulate(
+                body, self.name, self.num, self.group, whole, own["batch"], keys, lambda: result.kinds
+            )
+        else:
+            outs = self._eager(body, result, whole, own["batch"], keys)
+        return result.unflatten(outs)
+
+    def _eager(
+        self, body: Body, result: _Result, whole: list[Tensor], batch: list[Tensor], keys: list[Tensor]
+    ) -> list[Tensor]:
+        found: list[list[Tensor]] = []
+        for m in range(self.num):
+            parts = [microbatch(x, m, self.num, self.group) for x in batch]
+            outs = body(whole, parts, [random.fold_in(key, m) for key in keys])
+            found = found or [[] for _ in outs]
+            for seen, out, kind in zip(found, outs, result.kinds, strict=True):
+                if kind == ROWS or not seen:
+                    seen.append(out if kind == ROWS else out.to(wide(out.dtype)))
+                else:
+                    seen[0] = seen[0] + out
+            dtypes = [out.dtype for out in outs]
+        return [
+            in_batch_order(seen, self.group) if kind == ROWS else seen[0].to(dtype)
+            for seen, kind, dtype in zip(found, result.kinds, dtypes, strict=True)
+        ]
+
+    def _arguments(self, whole: list[Tensor], parts: list[Tensor], keys: list[Tensor]) -> Any:
+        streams = {"whole": iter(whole), "batch": iter(parts), "key": iter(keys)}
+        leaves = [
+            leaf if kind == "static" else next(streams[kind])
+            for leaf, kind in zip(self.leaves, self.kinds, strict=True)
+        ]
+        return tree.unflatten(self.treedef, leaves)
+
+    def _shapes(
+        self, fn: Callable, rows: int | None = None, extra: Sequence[Tensor] | None = None
+    ) -> list[tuple[int, ...]]:
+        """The shapes of what `fn` returns for a micro-batch (of so many rows), with nothing computed."""
+        rows = self.rows // self.num if rows is None else rows
+        recorder = current_recorder()
+        fake: Any = FakeTensorMode(allow_non_fake_inputs=True) if recorder is None else recorder.untraced()
+        scope = random.current_scope()
+        with recording(None), fake:
+            fakes = [
+                torch.empty(
+                    (rows, *leaf.shape[1:]) if kind == "batch" else leaf.shape,
+                    dtype=leaf.dtype,
+                    device=leaf.device,
+                )
+                if isinstance(leaf, Tensor)
+                else leaf
+                for leaf, kind in zip(self.leaves, self.kinds, strict=True)
+            ]
+            args, kwargs = tree.unflatten(self.treedef, fakes)
+            if extra is not None:
+                kwargs = {**kwargs, "extra": list(map(torch.empty_like, extra))}
+            key = None if scope is None else torch.empty(2, dtype=torch.int64, device=scope.key.device)
+            with contextlib.nullcontext() if key is None else random.use(key):
+                return [tuple(x.shape) for x in _tensors(fn(*args, **kwargs))]
+
+
+_KINDS = ("whole", "batch", "key", "static")
+
+
+def _kind(leaf: Any, *, in_batch: bool) -> str:
+    if not isinstance(leaf, Tensor):
+        return "static"
+    if in_batch:
+        return "batch" if leaf.dim() else "whole"
+    return "key" if leaf.dtype == torch.int64 and leaf.shape == (2,) else "whole"
+
+
+class _Whole:
+    """A result that is added up as it is, whatever its shape: the loss, a gradient, a weight."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _parts(out: Any) -> tuple[list[Any], Any]:
+    return tree.flatten(out, lambda x: isinstance(x, (_Whole, Weighted)))
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    """The tensors of a result, in the order of `_Result.flatten`."""
+    found: list[Tensor] = []
+    for leaf in _parts(out)[0]:
+        if isinstance(leaf, _Whole):
+            found.append(leaf.tensor)
+        elif isinstance(leaf, Weighted):
+            found += [torch.as_tensor(x) for _, mean in leaf.weighted() for x in (mean.sum, mean.weight)]
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
+
+
+class _Result:
+    """How the results of one micro-batch become those of the whole batch."""
+
+    def __init__(self, loop: _Loop, fn: Callable, extra: Sequence[Tensor] | None) -> None:
+        self.loop, self.fn, self.extra = loop, fn, extra
+        self.kinds: list[str] = []
+        self.leaves: list[Any] = []
+        self.treedef: Any = None
+
+    def flatten(self, out: Any) -> list[Tensor]:
+        """The tensors to add up or to put in order, means already divided by their number."""
+        self.leaves, self.treedef = _parts(out)
+        tensors = _tensors(out)
+        per_example = self._per_example(tensors)
+        self.kinds, flat = [], iter(zip(tensors, per_example, strict=True))
+        found: list[Tensor] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, Weighted):
+                for tensor, _ in itertools.islice(flat, 2 * len(leaf.weighted())):
+                    found.append(tensor.to(torch.int64) if tensor.dtype == torch.bool else tensor)
+                    self.kinds.append(SUM)
+            elif isinstance(leaf, (_Whole, Tensor)):
+                tensor, rows = next(flat)
+                self.kinds.append(ROWS if rows else SUM)
+                found.append(tensor if rows or isinstance(leaf, _Whole) else self._reduced(tensor))
+        return found
+
+    def _reduced(self, tensor: Tensor) -> Tensor:
+        loop = self.loop
+        if loop.reduction == "sum" or loop.num == 1:
+            return tensor
+        if not tensor.dtype.is_floating_point:
+            raise TraceError(
+                f"{loop.name} returns a {tensor.dtype} tensor of shape {list(tensor.shape)} for each micro-batch, "
+                "which has no mean",
+                fix='return fp.Mean(sum, count), or make it float, or use reduction="sum"',
+            )
+        return tensor / loop.num
+
+    def _per_example(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Which tensors have a row for each row of the micro-batch: those whose rows grow with it."""
+        rows = self.loop.rows // self.loop.num
+        single = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        if not any(x.dim() and x.shape[0] == rows for x in single):
+            return [False] * len(tensors)
+        try:
+            shapes = self.loop._shapes(self.fn, 2 * rows, self.extra)
+        except Exception as error:
+            raise TraceError(
+                f"{self.loop.name} returns a tensor with {rows} rows, as many as a micro-batch has; whether they are "
+                f"the rows of the batch cannot be told, because it does not run on {2 * rows} rows: {error}",
+                fix="return fp.Mean or scalars, or let the function take a batch of any size",
+            ) from error
+        own = {id(x) for x in single}
+        return [
+            id(x) in own and bool(x.dim()) and x.shape[0] == rows and shape[:1] == (2 * rows,)
+            for x, shape in zip(tensors, shapes, strict=True)
+        ]
+
+    def unflatten(self, outs: Sequence[Tensor]) -> Any:
+        flat = iter(outs)
+        leaves: list[Any] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, Weighted):
+                terms = tuple((c, Mean(next(flat), next(flat))) for c, _ in leaf.weighted())
+                leaves.append(terms[0][1] if isinstance(leaf, Mean) else MeanSum(terms))
+            elif isinstance(leaf, (_Whole, Tensor)):
+                leaves.append(next(flat))
+            elif isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
+                leaves.append(leaf if self.loop.reduction == "mean" else leaf * self.loop.num)
+            else:
+                leaves.append(leaf)
+        return tree.unflatten(self.treedef, leaves)
