@@ -23,7 +23,6 @@ from fparallel.recorder import current_recorder, recording
 from fparallel.transforms import Differentiates, differentiates, value_and_grad
 
 REDUCTIONS = ("mean", "sum")
-MICROBATCH_TAG = 0x6D626174  # "mbat": the ambient key of a micro-batch is a child of the scope's
 SUM, ROWS = "sum", "rows"  # how a result of the body becomes one of the loop
 
 # body(whole tensors, tensors of the micro-batch, keys) -> flat results; it says afterwards what they are
@@ -117,6 +116,7 @@ class _Loop:
     ) -> None:
         self.name = getattr(fn, "__name__", "the function")
         self.fn, self.num, self.group, self.reduction = fn, num, group, reduction
+        self.weights: list[Tensor] = []  # of all micro-batches, for each Mean in the loss
         for argnum in argnums:
             if not -len(args) <= argnum < len(args):
                 raise TraceError(
@@ -131,6 +131,7 @@ class _Loop:
             for path, leaf in zip(paths, leaves, strict=True)
         ]
         self.rows = self._check_rows(paths)
+        self.scope = random.loop_scope()  # the ambient key of micro-batch m is folded with m
 
     def _check_rows(self, paths: Sequence[str]) -> int:
         rows: dict[int, str] = {}
@@ -187,14 +188,14 @@ class _Loop:
         return list(self._loop(weigh)) if weighted[-1] else []
 
     def _gradients(self, spec: Differentiates) -> Callable:
-        """The function whose sum over micro-batches is ((loss, aux), gradients)."""
+        """The function whose sum over micro-batches is ((loss, aux), gradients); it reads `self.weights`."""
 
-        def part(*args: Any, extra: list[Tensor], **kwargs: Any) -> Any:
+        def part(*args: Any, **kwargs: Any) -> Any:
             def fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
                 out = spec.fun(*args, **kwargs)
                 loss, aux = spec.loss(out), out[1] if spec.has_aux else None
                 if isinstance(loss, Weighted):
-                    terms = zip(loss.weighted(), extra, strict=True)
+                    terms = zip(loss.weighted(), self.weights, strict=True)
                     return MeanSum(tuple((c, Mean(mean.sum, weight)) for (c, mean), weight in terms)), aux
                 if isinstance(loss, Tensor) and self.reduction == "mean":
                     loss = loss / self.num
@@ -207,21 +208,20 @@ class _Loop:
 
     # ------------------------------------------------------------ the loop
 
-    def _loop(self, fn: Callable, extra: Sequence[Tensor] | None = None) -> Any:
-        """The combined results of `fn` over all micro-batches; `extra` are tensors that it takes besides."""
+    def _loop(self, fn: Callable, weights: Sequence[Tensor] = ()) -> Any:
+        """The combined results of `fn` over all micro-batches; it finds `weights` in `self.weights`."""
         own = {
             kind: [x for x, k in zip(self.leaves, self.kinds, strict=True) if k == kind] for kind in _KINDS
         }
-        scope = random.scope_child(MICROBATCH_TAG)
-        keys = own["key"] + ([] if scope is None else [scope])
-        whole = [*own["whole"], *(extra or ())]
-        result = _Result(self, fn, extra)
+        keys = own["key"] + ([] if self.scope is None else [self.scope])
+        whole = [*own["whole"], *weights]
+        self.weights = list(weights)
+        result = _Result(self, fn)
 
         def body(whole: list[Tensor], parts: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
             args, kwargs = self._arguments(whole, parts, keys)
-            if extra is not None:
-                kwargs = {**kwargs, "extra": whole[len(own["whole"]) :]}
-            with contextlib.nullcontext() if scope is None else random.use(keys[-1]):
+            self.weights = whole[len(own["whole"]) :]
+            with contextlib.nullcontext() if self.scope is None else random.use(keys[-1]):
                 return result.flatten(fn(*args, **kwargs))
 
         recorder = current_recorder()
@@ -261,14 +261,11 @@ class _Loop:
         ]
         return tree.unflatten(self.treedef, leaves)
 
-    def _shapes(
-        self, fn: Callable, rows: int | None = None, extra: Sequence[Tensor] | None = None
-    ) -> list[tuple[int, ...]]:
+    def _shapes(self, fn: Callable, rows: int | None = None) -> list[tuple[int, ...]]:
         """The shapes of what `fn` returns for a micro-batch (of so many rows), with nothing computed."""
         rows = self.rows // self.num if rows is None else rows
         recorder = current_recorder()
         fake: Any = FakeTensorMode(allow_non_fake_inputs=True) if recorder is None else recorder.untraced()
-        scope = random.current_scope()
         with recording(None), fake:
             fakes = [
                 torch.empty(
@@ -281,11 +278,13 @@ class _Loop:
                 for leaf, kind in zip(self.leaves, self.kinds, strict=True)
             ]
             args, kwargs = tree.unflatten(self.treedef, fakes)
-            if extra is not None:
-                kwargs = {**kwargs, "extra": list(map(torch.empty_like, extra))}
-            key = None if scope is None else torch.empty(2, dtype=torch.int64, device=scope.key.device)
-            with contextlib.nullcontext() if key is None else random.use(key):
-                return [tuple(x.shape) for x in _tensors(fn(*args, **kwargs))]
+            self.weights, weights = list(map(torch.empty_like, self.weights)), self.weights
+            key = None if self.scope is None else torch.empty_like(self.scope)
+            try:
+                with contextlib.nullcontext() if key is None else random.use(key):
+                    return [tuple(x.shape) for x in _tensors(fn(*args, **kwargs))]
+            finally:
+                self.weights = weights
 
 
 _KINDS = ("whole", "batch", "key", "static")
@@ -326,8 +325,8 @@ def _tensors(out: Any) -> list[Tensor]:
 class _Result:
     """How the results of one micro-batch become those of the whole batch."""
 
-    def __init__(self, loop: _Loop, fn: Callable, extra: Sequence[Tensor] | None) -> None:
-        self.loop, self.fn, self.extra = loop, fn, extra
+    def __init__(self, loop: _Loop, fn: Callable) -> None:
+        self.loop, self.fn = loop, fn
         self.kinds: list[str] = []
         self.leaves: list[Any] = []
         self.treedef: Any = None
@@ -369,7 +368,7 @@ class _Result:
         if not any(x.dim() and x.shape[0] == rows for x in single):
             return [False] * len(tensors)
         try:
-            shapes = self.loop._shapes(self.fn, 2 * rows, self.extra)
+            shapes = self.loop._shapes(self.fn, 2 * rows)
         except Exception as error:
             raise TraceError(
                 f"{self.loop.name} returns a tensor with {rows} rows, as many as a micro-batch has; whether they are "

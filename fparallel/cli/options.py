@@ -134,8 +134,8 @@ class Options:
         if self.microbatches > 1 and self.batch_size % unit:
             below = self.batch_size // unit * unit
             raise DataError(
-                f"a batch of {self.batch_size} is no whole number of rows for each of {self.microbatches} micro-batches "
-                f"on {self.data_ranks} data-parallel ranks",
+                f"a batch of {self.batch_size} is no whole number of rows for each of {self.microbatches} "
+                f"micro-batches on {self.data_ranks} data-parallel ranks",
                 fix=f"use --batch {f'{below} or {below + unit}' if below else unit}",
             )
 

@@ -50,13 +50,13 @@ class Roles:
     """What the program's inputs are, by Value: layouts for computing with a parameter, and for its gradient.
 
     Attributes:
-      pending: whether gradients are reduced over ranks once, after all micro-batches, and not for each.
+      reduced_early: those whose gradients are reduced over ranks for each micro-batch, not once after all.
     """
 
     compute: dict[Value, Layout] = field(default_factory=dict)
     gradient: dict[Value, Layout] = field(default_factory=dict)
     gradient_by_path: Callable[[str, tuple[int, ...]], Layout | None] = lambda path, shape: None
-    pending: bool = True
+    reduced_early: set[Value] = field(default_factory=set)
 
 
 class Context:

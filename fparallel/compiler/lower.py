@@ -88,6 +88,8 @@ def lower_program(
             roles.gradient[value] = atomic(plan.gradient)
             if not same(storage, compute):
                 roles.compute[value] = compute
+            if plan.reduced_early:
+                roles.reduced_early.add(value)
 
     def by_path(path: str, shape: tuple[int, ...]) -> Layout | None:
         for known, plan in params.items():
@@ -103,7 +105,6 @@ def lower_program(
             body = program.loops[node.args[3]].graph
             inside = zip(body.inputs, node.args[0], strict=False)
             restate_static(body, {inner for inner, outer in inside if outer in leaves})
-    roles.pending = not any(plan.reduced_early for plan in params.values())
     partitioner.hints.update(gradient_hints(graph, _gradient_wishes(graph, inputs, atomic)))
     partitioner.run(graph)
     results = [

@@ -19,7 +19,7 @@ def mark_grads(p: Partitioner, node: Node) -> None:
     """Gradients leave autograd here: each pending sum is reduced once, into the layout that the rules give it."""
     grads, leaves, paths = node.args
     for grad, leaf, path, out in zip(grads, leaves, paths, node.outs, strict=True):
-        if p.in_loop and p.roles.pending and _only_pends(p, grad, leaf):
+        if p.in_loop and leaf not in p.roles.reduced_early and _only_pends(p, grad, leaf):
             p.env[out] = p.env[grad]
             continue
         layout = p.roles.gradient.get(leaf) or p.roles.gradient_by_path(path, leaf.shape)

@@ -77,7 +77,7 @@ def _body(
     """A partitioner with what passes whole in it, and per gradient among the results its leaf outside and its path."""
     body = p.fresh()
     body.in_loop = True
-    body.roles = Roles(gradient_by_path=p.roles.gradient_by_path, pending=p.roles.pending)
+    body.roles = Roles(gradient_by_path=p.roles.gradient_by_path)
     outer_of: dict[Value, Value] = {}
     for inner, outer in zip(loop.graph.inputs, whole, strict=False):
         entry = p.env[outer]
@@ -89,6 +89,8 @@ def _body(
         for mine, theirs in ((body.roles.compute, p.roles.compute), (body.roles.gradient, p.roles.gradient)):
             if outer in theirs:
                 mine[inner] = theirs[outer]
+        if outer in p.roles.reduced_early:
+            body.roles.reduced_early.add(inner)
     wishes: dict[Value, Layout] = {}
     grads: dict[Value, tuple[Value, str]] = {}
     for node in loop.graph.nodes:

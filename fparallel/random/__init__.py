@@ -5,7 +5,7 @@ from the scope that ``with use(key):`` opens. Both are bit-identical however the
 device, jitted or not.
 """
 
-from fparallel.random.ambient import Scope, block_scope, current_scope, scope_child, use
+from fparallel.random.ambient import Scope, block_scope, current_scope, loop_scope, scope_child, use
 from fparallel.random.keyed import (
     bernoulli,
     bits,
@@ -31,6 +31,7 @@ __all__ = [
     "fold_in",
     "is_stateful_random",
     "key",
+    "loop_scope",
     "normal",
     "permutation",
     "randint",

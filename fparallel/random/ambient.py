@@ -23,9 +23,10 @@ from torch.overrides import TorchFunctionMode
 from fparallel.random.handlers import HANDLERS
 from fparallel.random.keyed import check_key, fold_in
 
-__all__ = ["Scope", "block_scope", "current_scope", "scope_child", "use"]
+__all__ = ["Scope", "block_scope", "current_scope", "loop_scope", "scope_child", "use"]
 
 BLOCK_TAG = 0x626C6F63  # "bloc"
+LOOP_TAG = 0x6C6F6F70  # "loop"
 
 
 @dataclass(eq=False)
@@ -36,11 +37,13 @@ class Scope:
         key: int64 ``[2]``.
         draws: how many ambient draws it has served.
         blocks: how many block calls it has given keys to.
+        loops: how many loops over micro-batches it has given keys to.
     """
 
     key: Tensor
     draws: int = 0
     blocks: int = 0
+    loops: int = 0
 
     def next_key(self) -> Tensor:
         """The key of the next draw, int64 ``[2]``."""
@@ -110,6 +113,19 @@ def block_scope() -> Tensor | None:
         return None
     key = fold_in(fold_in(scope.key, BLOCK_TAG), scope.blocks)
     scope.blocks += 1
+    return key
+
+
+def loop_scope() -> Tensor | None:
+    """The key for the next loop over micro-batches of the current scope, int64 ``[2]``; ``None`` without a scope.
+
+    The i-th loop gives ``fold_in(fold_in(key, 0x6c6f6f70), i)``, and micro-batch m of it a child of that.
+    """
+    scope = _scope.get()
+    if scope is None:
+        return None
+    key = fold_in(fold_in(scope.key, LOOP_TAG), scope.loops)
+    scope.loops += 1
     return key
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, MutableSequence, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -280,19 +281,26 @@ class _BoundProgram:
             one_way = transport.send if isinstance(instr, Send) else transport.recv
             issue = one_way(rank, peer, instr.axis, signature)
         new = []
-        for name in instr.writes:
+        inplace = isinstance(instr, Collective) and instr.inplace
+        for name in () if inplace else instr.writes:
             buffer = self.schedule.buffers[name]
             new.append((buffer.layout.local_shape(self.coords), buffer.dtype))
         pending, blocks, device, check = self.pending, transport.rendezvous, self.device, self.check
 
         def step(slots: Slots) -> Sequence[Pending] | None:
-            made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in new]
-            if check:
-                for tensor in made:
-                    poison(tensor)
+            given: Any = [slots[i] for i in ins]
+            if inplace:
+                given = made = [x.contiguous() for x in given]
+                for at in ins:
+                    slots[at] = None
+            else:
+                made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in new]
+                if check:
+                    for tensor in made:
+                        poison(tensor)
             for at, tensor in zip(outs, made, strict=True):
                 slots[at] = tensor
-            handle = issue([slots[i] for i in ins], made)  # type: ignore[misc]
+            handle = issue(given, made)
             pending[number] = handle
             return (handle,) if blocks else None
 

@@ -88,7 +88,8 @@ class Collective:
     What happens to each tensor follows from the layouts of its two buffers: an all_gather removes `axes` from the end
     of one factor's axes, a reduce_scatter turns unreduced axes into the last axes of a factor, an all_reduce removes
     unreduced axes, an all_to_all moves axes from the end of one factor to the end of another, a permute exchanges
-    whole shards. `reduce` is "sum", "max", "min" or "" (nothing is reduced).
+    whole shards. `reduce` is "sum", "max", "min" or "" (nothing is reduced). `inplace` (an all_reduce only): the
+    outputs take over the storage of the inputs, which die.
     """
 
     kind: str
@@ -98,6 +99,7 @@ class Collective:
     reduce: str = ""
     cause: str = ""
     source: str = ""
+    inplace: bool = False
 
     @property
     def op(self) -> str:
@@ -204,8 +206,10 @@ def wait_names(instr: Collective | Send | Recv) -> tuple[str, ...]:
 
 
 def overwritten(instr: Instr) -> tuple[str, ...]:
-    """The inputs whose storage a `Run` gives to its outputs."""
-    return tuple(instr.ins[i] for _, i in instr.inplace) if isinstance(instr, Run) else ()
+    """The inputs whose storage a step gives to its outputs."""
+    if isinstance(instr, Run):
+        return tuple(instr.ins[i] for _, i in instr.inplace)
+    return instr.ins if isinstance(instr, Collective) and instr.inplace else ()
 
 
 def communicator(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:

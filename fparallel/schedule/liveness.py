@@ -274,6 +274,16 @@ class _Checker:
                 self.fail(
                     number, f"{problem} ({source} -> {target})", "plan the step with the reshard planner"
                 )
+        if not instr.inplace:
+            return
+        if instr.kind != "all_reduce" or len(set(instr.ins)) < len(instr.ins):
+            self.fail(
+                number,
+                f"in place: {instr.kind} of {', '.join(instr.ins)}",
+                "only an all_reduce of tensors that differ can take the place of its inputs",
+            )
+        for name in instr.ins:
+            self.end_life(number, name, "overwritten")
 
     # ------------------------------------------------------------ the end
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fparallel.schedule.ir import TIERS, Collective, Free, Instr, Program, Recv, Run, Schedule
+from fparallel.schedule.ir import TIERS, Collective, Free, Instr, Program, Recv, Run, Schedule, overwritten
 from fparallel.schedule.text import bytes_text, instr_text
 
 CAUSES = (
@@ -49,9 +49,7 @@ def _live(schedule: Schedule, program: Program, coords: dict[str, int], memory: 
         if isinstance(instr, Free):
             total -= sum(size(name) for name in instr.bufs)
         else:
-            total += sum(size(name) for name in instr.writes)
-            if isinstance(instr, Run):
-                total -= sum(size(instr.ins[source]) for _, source in instr.inplace)
+            total += sum(size(name) for name in instr.writes) - sum(size(name) for name in overwritten(instr))
         yield total
 
 
@@ -150,8 +148,7 @@ def _advance(alive: set[str], instr: Instr) -> None:
         alive.difference_update(instr.bufs)
     else:
         alive.update(instr.writes)
-        if isinstance(instr, Run):
-            alive.difference_update(instr.ins[source] for _, source in instr.inplace)
+        alive.difference_update(overwritten(instr))
 
 
 def _causes(schedule: Schedule, program: Program) -> Iterator[tuple[str, str]]:

@@ -69,11 +69,13 @@ def _instr(text: str, mesh: Mesh) -> Instr:
         axis, _, peer = spec.rpartition(" ")
         return (Send if op == "send" else Recv)(mesh.axis(axis), int(peer), parse_names(body), cause)
     if op in COLLECTIVES and spec is not None:
-        axes, _, reduce = spec.partition(" ")
+        inplace = spec.endswith(" in place")
+        axes, _, reduce = spec.removesuffix(" in place").partition(" ")
         ins, arrow, outs = body.partition(" -> ")
         if not arrow:
             raise ValueError(f"{op} is written `{op}[axes]  inputs -> outputs`")
-        return Collective(op, mesh.axes(axes), parse_names(ins), parse_names(outs), reduce, cause, source)
+        names = parse_names(ins), parse_names(outs)
+        return Collective(op, mesh.axes(axes), *names, reduce, cause, source, inplace)
     raise ValueError(f"there is no instruction {op!r} of this form")
 
 

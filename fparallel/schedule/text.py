@@ -71,7 +71,8 @@ def _head_body(instr: Instr) -> tuple[str, str]:
         return f"run {label}<{escape(instr.segment)}>", f"({ins}) -> {_outs_text(instr)}"
     if isinstance(instr, Collective):
         reduce = f" {instr.reduce}" if instr.reduce else ""
-        head = f"{instr.kind}[{'*'.join(map(str, instr.axes))}{reduce}]"
+        place = " in place" if instr.inplace else ""
+        head = f"{instr.kind}[{'*'.join(map(str, instr.axes))}{reduce}{place}]"
         return head, f"{names_text(instr.ins)} -> {names_text(instr.outs)}"
     if isinstance(instr, Send):
         return f"send[{instr.axis} {instr.peer}]", names_text(instr.ins)

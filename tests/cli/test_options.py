@@ -32,7 +32,7 @@ def test_every_flag_of_the_command_line_is_read():
     line = (
         "--mesh dp=4,tp=2 --zero 1 --steps 7 --batch 16 --seq 64 --layers 3 --dim 96 --heads 6 --lr 0.1 "
         "--seed 5 --data x.txt --simulate --compile inductor --out there --check 2 --json --model llama "
-        "--kv-heads 2 --optimizer lion"
+        "--kv-heads 2 --optimizer lion --microbatches 2"
     )
     options = _parse(["train", *line.split()])
     assert isinstance(options, Train)
@@ -56,6 +56,7 @@ def test_every_flag_of_the_command_line_is_read():
         model="llama",
         kv_heads=2,
         optimizer="lion",
+        microbatches=2,
     )
     assert isinstance(_parse(["lower", *line.split()]), Lower)
 
@@ -145,6 +146,8 @@ def test_an_axis_of_any_name_can_be_given_a_meaning():
         ({"kv_heads": 2}, UsageError, "--kv-heads needs grouped-query attention"),
         ({"batch": 1}, DataError, "a batch of 1 over dp=2 leaves ranks idle"),
         ({"batch": 0, "mesh": "tp=2"}, DataError, "a batch of 0"),
+        ({"microbatches": 0}, UsageError, "--microbatches 0"),
+        ({"batch": 20, "microbatches": 4}, DataError, "(?s)each of 4 micro-batches on 2.*--batch 16 or 24"),
         ({"lr": -1.0}, UsageError, "--lr -1.0"),
         ({"clip": float("nan")}, UsageError, "--clip nan"),
     ],

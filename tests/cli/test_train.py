@@ -52,7 +52,9 @@ def test_the_same_seed_is_the_same_run_on_another_mesh(simulated, tmp_path):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize("more", [{"model": "llama", "kv_heads": 2}, {"rules": "seq=tp", "zero": 1}])
+@pytest.mark.parametrize(
+    "more", [{"model": "llama", "kv_heads": 2}, {"rules": "seq=tp", "zero": 1}, {"microbatches": 2}]
+)
 def test_check_finds_the_parallel_step_to_be_the_same_function(more, tmp_path, capsys):
     train(Options(**TINY, **more, simulate=True, steps=3, check=3, dtype="float64", out=str(tmp_path)))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]

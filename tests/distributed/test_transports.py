@@ -78,6 +78,14 @@ def test_a_job_of_one_rank(tmp_path, environment):
     check(Job(workers.mesh_alone, 1, tmp_path, environment, join=False).finish())
 
 
+@transports
+@pytest.mark.parametrize("numel", [100, 50_000])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_sums_in_place(tmp_path, num_ranks, numel, transport):
+    job = Job(workers.in_place, num_ranks, tmp_path, numel, environment=CPU_TRANSPORTS[transport])
+    check(job.finish())
+
+
 def test_where_tensors_lie_may_be_a_long_list(tmp_path):
     """A bucket of more tensors than a note holds."""
     check(Job(workers.a_bucket_of_many, 2, tmp_path).finish())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import threading
@@ -22,7 +23,7 @@ from fparallel.runtime.transport.nccl import NcclWork
 from fparallel.runtime.transport.simulated import SimulatedTransport
 from fparallel.schedule import COLLECTIVES
 from tests.runtime.cases import mesh_of, random_case
-from tests.runtime.schedules import crossed_waits, matmul_over, pipeline
+from tests.runtime.schedules import crossed_waits, matmul_over, pipeline, sums_in_place
 
 
 def random_collectives(rank: int, num_ranks: int, sizes: Sequence[int], seeds: range, numel: int) -> None:
@@ -42,6 +43,24 @@ def random_collectives(rank: int, num_ranks: int, sizes: Sequence[int], seeds: r
             for got, want in zip(results, (per_rank[rank] for per_rank in expected), strict=True):
                 assert got.dtype == want.dtype, case
                 assert torch.equal(got, want), f"rank {rank}, step {step}: {case}"
+
+
+def in_place(rank: int, num_ranks: int, numel: int) -> None:
+    """Sums in the place of their terms: in rank order, as the simulated transport has them."""
+    gloo.CHUNKED = host.CHUNKED = 1 << 12
+    schedule = sums_in_place(num_ranks, numel)
+    schedule.verify()
+    generator = torch.Generator().manual_seed(0)
+    shapes = [schedule.buffers[name].layout.shape for name in ("x", "y", "z")]
+    given = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(num_ranks)]
+    want = [functools.reduce(torch.add, terms) for terms in zip(*given, strict=True)]
+    simulated = Executor(schedule, SimulatedTransport(num_ranks), check=True)
+    for got in simulated.run([[x.clone() for x in terms] for terms in given]):
+        assert all(torch.equal(a, 2 * b) for a, b in zip(got, want, strict=True))
+    executor = Executor(schedule, DistributedTransport(schedule.mesh, deadline=60), check=True)
+    for _ in range(3):
+        (got,) = executor.run([[x.clone() for x in given[rank]]])
+        assert all(torch.equal(a, 2 * b) for a, b in zip(got, want, strict=True))
 
 
 def a_bucket_of_many(rank: int, num_ranks: int) -> None:
@@ -64,8 +83,14 @@ def packed_collectives(rank: int, num_ranks: int, sizes: Sequence[int], seeds: r
         inputs = [shards[rank] for shards in case.shards()]
         outputs = [torch.empty(at.local_shape(mesh.coords(rank)), dtype=case.dtype) for at in case.outs]
         NcclWork(groups[exchange.members], exchange.members).work(exchange)(inputs, outputs)
-        for got, want in zip(outputs, (per_rank[rank] for per_rank in case.expected()), strict=True):
+        expected = [per_rank[rank] for per_rank in case.expected()]
+        for got, want in zip(outputs, expected, strict=True):
             torch.testing.assert_close(got, want)
+        if exchange.kind == "all_reduce":
+            both = [x.clone().contiguous() for x in inputs]
+            NcclWork(groups[exchange.members], exchange.members).work(exchange)(both, both)
+            for got, want in zip(both, expected, strict=True):
+                torch.testing.assert_close(got, want)
 
 
 def steps(rank: int, num_ranks: int) -> None:

@@ -102,6 +102,31 @@ def matmul_over(axis: str = "dp", size: int = 2) -> tuple[Schedule, tuple[Tensor
     return b.schedule(program), (x, w), (x @ w).sum(0)
 
 
+def sums_in_place(size: int, numel: int) -> Schedule:
+    """Three sums over all ranks, two of them in one bucket, each in the place of its doubled terms."""
+    mesh = make_mesh((size,), ("dp",), kind="simulated")
+    b, dp = Builder(mesh), (mesh.axis("dp"),)
+    shapes = {"x": f"{numel}", "y": "3,2", "z": f"2,{numel}"}
+    for name, shape in shapes.items():
+        b.buffer(name, f"f32[{shape}]{{unreduced: dp:sum}}", "argument")
+        b.buffer(f"{name}2", f"f32[{shape}]{{unreduced: dp:sum}}")
+        b.buffer(f"{name}@sum", f"f32[{shape}]", "result")
+    pending = [f"f32[{shape}]{{unreduced: dp:sum}}" for shape in shapes.values()]
+    double = [LocalOp("aten.mul.Tensor", (Ref(i), 2), (3 + i,)) for i in range(3)]
+    b.segment("double", pending, pending, double, [3, 4, 5])
+    program = b.program(
+        ("x", "y", "z"),
+        ("x@sum", "y@sum", "z@sum"),
+        [
+            Run("double", ("x", "y", "z"), ("x2", "y2", "z2")),
+            Collective("all_reduce", dp, ("x2", "y2"), ("x@sum", "y@sum"), "sum", inplace=True),
+            Collective("all_reduce", dp, ("z2",), ("z@sum",), "sum", inplace=True),
+            Wait(("x@sum", "z@sum")),
+        ],
+    )
+    return b.schedule(program)
+
+
 def pipeline(order: str = "good") -> Schedule:
     """Two stages: x is doubled on the first, the second adds one and sends it back.
 

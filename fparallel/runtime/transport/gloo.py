@@ -196,7 +196,8 @@ def _reduce(
     for tensor, out in enumerate(outputs):
         own = exchange.moves[tensor].sends[exchange.me]
         if own is not None:
-            parts[tensor][exchange.me] = own.of(inputs[tensor])
+            part = own.of(inputs[tensor])
+            parts[tensor][exchange.me] = part.clone() if inputs[tensor] is out else part  # in place
         deliver(exchange, tensor, parts[tensor], out)
 
 

@@ -103,7 +103,7 @@ class HostCommunicator:
     def collective(self, exchange: Exchange) -> Issue:
         """The function that issues a collective."""
         if is_chunked(exchange):
-            scatter, gather = map(self._exchange, chunked(exchange))
+            scatter, gather = (self._exchange(half, whole_chunks=True) for half in chunked(exchange))
 
             def issue(inputs: Parts, outputs: Parts) -> Pending:
                 step = _Step(2, self.deadline)
@@ -157,8 +157,11 @@ class HostCommunicator:
         self.counts[channel, peer] += 1
         return channel, peer, self.counts[channel, peer]
 
-    def _exchange(self, exchange: Exchange) -> Callable[..., None]:
-        """The function (inputs, outputs, step, key, then) that starts one exchange."""
+    def _exchange(self, exchange: Exchange, *, whole_chunks: bool = False) -> Callable[..., None]:
+        """The function (inputs, outputs, step, key, then) that starts one exchange.
+
+        `whole_chunks`: it is half of an all_reduce in chunks, which no two members read and write at a time.
+        """
         me, moves, dtype = exchange.me, exchange.moves, exchange.dtype
         sends = {peer: _parts(exchange, peer, sends=True) for peer in self.links}
         recvs = {peer: _parts(exchange, peer, sends=False) for peer in self.links}
@@ -192,6 +195,8 @@ class HostCommunicator:
             inputs: Parts, outputs: Parts, step: _Step, key: Key, then: Callable[[], None] | None = None
         ) -> None:
             inputs = [x.contiguous() for x in inputs]
+            if not whole_chunks and inputs and inputs[0] is outputs[0]:
+                inputs = [x.clone() for x in inputs]  # in place, and peers read what is written here
             staged: list[Tensor] = []
 
             def contiguous(part: Tensor) -> Tensor:
@@ -256,7 +261,7 @@ class HostCommunicator:
         with self.lock:
             transfer = self.transfers.get(key)
             if kind == _ANSWERS:
-                assert transfer is not None
+                assert transfer is not None, f"an answer to {key}, which is not in flight"
                 transfer.unanswered.discard(peer)
                 self._end_if_done(key, transfer)
                 return

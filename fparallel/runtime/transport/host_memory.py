@@ -81,7 +81,7 @@ def combine(reduce: str, parts: Sequence[Tensor | Remote], target: Tensor) -> No
 
     Args:
       reduce: a key of `COMBINE`; "" with one part, which is copied.
-      parts: each of the shape and dtype of the target; none overlaps it.
+      parts: each of the shape and dtype of the target; one of them may be the target.
     """
     if target.numel() == 0:
         return
@@ -90,8 +90,8 @@ def combine(reduce: str, parts: Sequence[Tensor | Remote], target: Tensor) -> No
     ):
         target = target.view(-1)
         parts = [p.view(-1) if isinstance(p, Tensor) else p for p in parts]
-    (first, *others) = parts
-    if not others and isinstance(first, Remote) and target.is_contiguous():
+    first, last = parts[0], len(parts) - 1
+    if not last and isinstance(first, Remote) and target.is_contiguous():
         first.memory.read(first.address, target)
         return
     row = target[0].numel() * target.itemsize
@@ -101,13 +101,16 @@ def combine(reduce: str, parts: Sequence[Tensor | Remote], target: Tensor) -> No
     for start in range(0, len(target), step):
         out = target[start : start + step]
         total: Tensor | None = None
-        for part in parts:
+        for at, part in enumerate(parts):
             if isinstance(part, Remote):
                 piece = scratch[0 if total is None else 1, : len(out)]
                 part.memory.read(part.address + start * row, piece)
             else:
                 piece = part[start : start + step]
-            total = piece if total is None else COMBINE[reduce](total, piece, out=out)
-        if not others:
+            if total is None:
+                total = piece
+            else:  # the target is written last, since it may be a part
+                total = COMBINE[reduce](total, piece, out=out if at == last else scratch[0, : len(out)])
+        if not last:
             assert total is not None
             out.copy_(total)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import secrets
 import select
 import socket
@@ -118,7 +119,11 @@ class _Server:
         with torch.no_grad():
             while True:
                 for descriptor, _ in self.poll.poll():
-                    self.links[descriptor].take(self)
+                    link = self.links[descriptor]
+                    try:
+                        link.take(self)
+                    except Exception as error:  # whoever waits for this peer is told; the other links go on
+                        link.lost(f"the link to {link.peer} failed: {error}")
 
 
 _SERVERS: dict[int, _Server] = {}  # by process
@@ -131,12 +136,10 @@ def connect(group: dist.ProcessGroup, members: Sequence[int], deadline: float) -
     """
     me, offer, token = dist.get_rank(group), None, torch.tensor(list(secrets.token_bytes(_TOKEN)))
     with contextlib.ExitStack() as stack:
-        if os.environ.get(OFF, "1") != "0" and PeerMemory.is_supported() and hasattr(select, "epoll"):
+        door = _door(len(members), deadline)
+        if door is not None:
+            stack.enter_context(door)
             PeerMemory.permit()
-            door = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            door.settimeout(deadline)
-            door.bind(b"\0fparallel-" + secrets.token_hex(16).encode())  # no file: it ends with the process
-            door.listen(len(members))
             offer = (_host(), os.getpid(), token.data_ptr(), token.tolist(), door.getsockname())
         offers = _all_gather(offer, group, len(members))
         readable = offer is not None and all(
@@ -144,6 +147,7 @@ def connect(group: dist.ProcessGroup, members: Sequence[int], deadline: float) -
         )
         if not all(_all_gather(readable, group, len(members))):
             return None
+        assert door is not None
         try:
             return _links(me, offers, members, door, deadline)
         except OSError as error:
@@ -151,6 +155,20 @@ def connect(group: dist.ProcessGroup, members: Sequence[int], deadline: float) -
                 f"rank {members[me]} cannot reach the other ranks of this host: {error}",
                 fix=f"look for the rank that failed first; {OFF}=0 makes all ranks send messages instead",
             ) from error
+
+
+def _door(num_members: int, deadline: float) -> socket.socket | None:
+    """A socket at which the other members can call; None where the system lacks something, or it is not wanted."""
+    if os.environ.get(OFF, "1") == "0" or not PeerMemory.is_supported() or not hasattr(select, "epoll"):
+        return None
+    try:
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        door.settimeout(deadline)
+        door.bind(b"\0fparallel-" + secrets.token_hex(16).encode())  # no file: it ends with the process
+        door.listen(num_members)
+    except OSError:
+        return None
+    return door
 
 
 def _links(
@@ -193,8 +211,11 @@ def _all_gather(value: Any, group: dist.ProcessGroup, num_members: int) -> list[
 
 def _host() -> str:
     """What two processes share that see the same sockets: one boot of one kernel, and a network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return platform.node()
 
 
 def _can_read(offer: Any, like: Tensor) -> bool:

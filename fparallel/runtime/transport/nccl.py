@@ -98,6 +98,10 @@ class NcclWork:
         parts = _parts(exchange, exchange.me, sends=True)
         if not parts:
             return
+        ((tensor, _), *others) = parts
+        if not others and inputs[tensor] is outputs[tensor]:
+            dist.all_reduce(inputs[tensor], op=_OPS[exchange.reduce], group=self.group)
+            return
         flat = inputs[0].new_empty(_numel(parts))
         _pack(parts, inputs, flat)
         dist.all_reduce(flat, op=_OPS[exchange.reduce], group=self.group)

@@ -167,6 +167,11 @@ def _match(queues: dict[int, collections.deque[_Post]]) -> None:
             fix="give all members the same collectives in the same order; schedule.verify() compares them",
         )
     exchanges = [post.exchange for post in posts if post.exchange is not None]
+    for post in posts:
+        if any(x is out for x, out in zip(post.inputs, post.outputs, strict=False)):
+            post.inputs = tuple(
+                x.clone() for x in post.inputs
+            )  # in place: others read it after it is written
     if not exchanges:
         source, target = sorted(posts, key=lambda post: not post.inputs)
         for x, out in zip(source.inputs, target.outputs, strict=True):

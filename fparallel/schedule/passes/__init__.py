@@ -8,6 +8,7 @@
 | `early_free` | frees as early as costs no overlap |
 | `prefetch` | gathers parameters one unit ahead, under a memory budget |
 | `sink_waits` | waits as late as is legal |
+| `in_place` | lets an all_reduce write where it reads |
 
 Each takes a valid schedule to a valid one, does nothing the second time, and may be left out. None of them
 changes the order of the steps between roles (sends, receives, and collectives over axes along which
@@ -25,6 +26,7 @@ from fparallel.schedule.passes.bucket import bucket, merge
 from fparallel.schedule.passes.complete import complete
 from fparallel.schedule.passes.early_free import early_free, free_early
 from fparallel.schedule.passes.hoist_reductions import hoist, hoist_reductions
+from fparallel.schedule.passes.in_place import in_place, reduce_in_place
 from fparallel.schedule.passes.placement import Move, apply_moves
 from fparallel.schedule.passes.prefetch import gather_ahead, prefetch
 from fparallel.schedule.passes.sink_waits import sink_waits
@@ -35,6 +37,7 @@ __all__ = [
     "complete",
     "early_free",
     "hoist_reductions",
+    "in_place",
     "prefetch",
     "run_passes",
     "sink_waits",
@@ -47,6 +50,7 @@ PASSES: dict[str, Callable[..., Schedule]] = {
     "early_free": early_free,
     "prefetch": prefetch,
     "sink_waits": sink_waits,
+    "in_place": in_place,
 }
 
 
@@ -81,6 +85,7 @@ def run_passes(
         "early_free": free_early,
         "prefetch": functools.partial(gather_ahead, memory_budget=memory_budget),
         "sink_waits": None,  # what every move ends with
+        "in_place": reduce_in_place,
     }
     wanted = [name for name in moves if name not in off]
     return apply_moves(schedule, *filter(None, map(moves.get, wanted))) if wanted else schedule

@@ -95,7 +95,7 @@ class _Keys:
     def _of(self, instr: Collective) -> tuple[_Key, int]:
         buffers = self.schedule.buffers
         gathers = instr.kind == "all_gather" and self.arguments.issuperset(instr.ins)
-        key = (instr.kind, instr.axes, instr.reduce, buffers[instr.ins[0]].dtype, gathers)
+        key = (instr.kind, instr.axes, instr.reduce, buffers[instr.ins[0]].dtype, gathers, instr.inplace)
         size = max(sum(buffers[name].nbytes for name in names) for names in (instr.ins, instr.outs))
         return self.known.setdefault(key, _Key(gathers)), size
 

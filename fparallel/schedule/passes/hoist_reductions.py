@@ -52,7 +52,7 @@ def hoist(schedule: Schedule, program: Program, instrs: list[Instr]) -> list[Ins
     crossing = (-1, 0, -1)
     for i, instr in enumerate(instrs):
         key = (i, 0, i)
-        if isinstance(instr, Collective):
+        if isinstance(instr, Collective) and not instr.inplace:
             sources = [producer[name] for name in instr.reads if name in producer]
             if sources and not any(is_async(instrs[source]) for source in sources):
                 key = (max(sources), 1, i)

@@ -1,5 +1,6 @@
 """What every pass keeps: validity, values, results; and that doing it twice is doing it once."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -34,7 +35,10 @@ def dataflow(schedule: Schedule) -> list[Counter[object]]:
 
 
 def steps_between_roles(schedule: Schedule) -> list[list[object]]:
-    return [[i for i in program.instrs if schedule.crosses_roles(i)] for program in schedule.programs]
+    def what(instr: object) -> object:  # where a rank puts a sum is its own affair
+        return dataclasses.replace(instr, inplace=False) if isinstance(instr, Collective) else instr
+
+    return [[what(i) for i in program.instrs if schedule.crosses_roles(i)] for program in schedule.programs]
 
 
 def assert_same_meaning(before: Schedule, after: Schedule) -> None:
