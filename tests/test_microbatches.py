@@ -125,6 +125,35 @@ class TestResults:
         torch.testing.assert_close(aux["mean"].value(), y.sum() / batch["mask"].sum())
         assert aux["number"] == 3 and aux["name"] is fp.static
 
+    def test_what_no_row_decides(self):
+        """Results of arguments that pass whole, of constants, and arguments themselves, on a mesh."""
+        mesh = fp.make_mesh((2,), ("dp",), kind="simulated")
+
+        def step(w, batch):
+            def body(w, batch):
+                return {"double": w * 2, "same": w, "one": torch.ones(3), "rows": batch["mask"]}
+
+            return fp.accumulate(body, num_microbatches=4)(w, batch)
+
+        got, want = None, step(W, make_batch(8))
+        torch.testing.assert_close(
+            want, {"double": W * 2, "same": W, "one": torch.ones(3), "rows": make_batch(8)["mask"]}
+        )
+        got = fp.jit(step, mesh=mesh, rules=fp.Rules(batch="dp"))(W, make_batch(8))
+        torch.testing.assert_close(fp.device_get(got), want)
+
+    def test_loops_draw_differently(self):
+        x = torch.ones(64, dtype=F64)
+
+        def step(x):
+            with fp.random.use(fp.random.key(0)):
+                drop = fp.accumulate(torch.nn.functional.dropout, num_microbatches=2, batch_argnums=0)
+                return drop(x), drop(x)
+
+        a, b = step(x)
+        assert not torch.equal(a, b)
+        torch.testing.assert_close(fp.jit(step)(x), (a, b))
+
     def test_sums(self):
         batch = make_batch(8)
         got = fp.accumulate(lambda w, b: {"n": (b["mask"] > 0).sum()}, num_microbatches=4, reduction="sum")(

@@ -17,7 +17,7 @@ import torch
 from fparallel.compiler.context import Context, Template
 from fparallel.compiler.local import Call, Comm, Item, Local, Op, drop_dead, map_locals
 from fparallel.compiler.memory import Split, split, whole_view
-from fparallel.layout import same
+from fparallel.compiler.storage import results_in_place, sums_in_place
 from fparallel.schedule.ir import Buffer, Collective, Instr, Program, Run, Schedule
 from fparallel.schedule.segment import LocalOp, Ref, Segment
 
@@ -382,8 +382,10 @@ def build(
     argument_names = [builder.names[local] for local in arguments]
     buffers = {n: b for n, b in builder.buffers.items() if b.kind != "constant" or n in constants}
     donated_names = frozenset(name for name, flag in zip(argument_names, donated, strict=True) if flag)
-    instrs = _inplace(builder.instrs, buffers, argument_names, result_names, donated_names, same_place)
-    instrs = _sums_in_place(instrs, buffers, builder.segments)
+    instrs = results_in_place(
+        builder.instrs, buffers, argument_names, result_names, donated_names, same_place
+    )
+    instrs = sums_in_place(instrs, buffers, builder.segments)
     for name in result_names:
         if buffers[name].kind == "temp":
             buffers[name] = Buffer(name, buffers[name].dtype, buffers[name].layout, "result")
@@ -405,69 +407,3 @@ def _results(builder: Builder, results: Sequence[Local]) -> list[str]:
             name = fresh
         names[name] = None
     return list(names)
-
-
-def _inplace(
-    instrs: Sequence[Instr],
-    buffers: dict[str, Buffer],
-    arguments: Sequence[str],
-    results: Sequence[str],
-    donated: frozenset[str],
-    same_place: Sequence[int | None],
-) -> list[Instr]:
-    """Lets a result take over the memory of the donated argument that it replaces, where nothing reads that later."""
-    returned = set(results)
-    last_read: dict[str, int] = {}
-    maker: dict[str, int] = {}
-    for i, instr in enumerate(instrs):
-        for name in instr.reads:
-            last_read[name] = i
-        for name in instr.writes:
-            maker[name] = i
-    pairs: dict[int, list[tuple[int, int]]] = {}
-    positions: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
-    for result, place in zip(results, same_place, strict=True):
-        if place is None or arguments[place] not in donated or result not in maker:
-            continue
-        argument, at = arguments[place], maker[result]
-        instr = instrs[at]
-        if not isinstance(instr, Run) or last_read.get(argument) != at or argument in returned:
-            continue
-        if at not in positions:
-            positions[at] = tuple({n: k for k, n in enumerate(names)} for names in (instr.outs, instr.ins))  # type: ignore[assignment]
-        outs, ins = positions[at]
-        if buffers[argument].dtype != buffers[result].dtype or not same(
-            buffers[argument].layout, buffers[result].layout
-        ):
-            continue
-        pairs.setdefault(at, []).append((outs[result], ins[argument]))
-    return [
-        dataclasses.replace(instr, inplace=tuple(pairs[i]))
-        if i in pairs and isinstance(instr, Run)
-        else instr
-        for i, instr in enumerate(instrs)
-    ]
-
-
-def _sums_in_place(
-    instrs: Sequence[Instr], buffers: dict[str, Buffer], segments: dict[str, Segment]
-) -> list[Instr]:
-    """Lets a sum over micro-batches stay where it is when a term is added, if nothing else reads what it was."""
-    last_read = {name: i for i, instr in enumerate(instrs) for name in instr.reads}
-    made: list[Instr] = []
-    for i, instr in enumerate(instrs):
-        if isinstance(instr, Run):
-            segment, pairs = segments[instr.segment], list(instr.inplace)
-            for op in segment.ops:
-                if op.target != "local.accumulate" or op.outs[0] not in segment.results:
-                    continue
-                into, out = op.args[0].index, segment.results.index(op.outs[0])
-                if into >= len(instr.ins):
-                    continue  # made in this run
-                name = instr.ins[into]
-                free = buffers[name].kind == "temp" and last_read[name] == i and instr.ins.count(name) == 1
-                if free and buffers[name].dtype == buffers[instr.outs[out]].dtype:
-                    pairs.append((out, into))
-            instr = dataclasses.replace(instr, inplace=tuple(pairs))
-        made.append(instr)
-    return made

@@ -154,11 +154,10 @@ class _Copies:
         for local in self.readers.keys() - made:
             self.add(m, local, now, "F")
         for item in self.items:
-            if id(item) in self.invariant:
-                if m == 0:
-                    self.once.update(self.copy(item, m, now, saved))
-                continue
-            self.copy(item, m, now, saved)
+            if id(item) not in self.invariant:
+                self.copy(item, m, now, saved)
+            elif m == 0:
+                self.once.update(self.copy(item, m, now, saved))
             for out in item.outs:
                 if out in self.readers:
                     assert out is not None
