@@ -57,20 +57,29 @@ def sums_in_place(
 ) -> list[Instr]:
     """Lets a sum over micro-batches stay where it is when a term is added, if nothing else reads what it was."""
     last_read = {name: i for i, instr in enumerate(instrs) for name in instr.reads}
+    sums = {name: pairs for name, segment in segments.items() if (pairs := _sums(segment))}
     made: list[Instr] = []
     for i, instr in enumerate(instrs):
-        if isinstance(instr, Run):
-            segment, pairs = segments[instr.segment], list(instr.inplace)
-            for op in segment.ops:
-                if op.target != "local.accumulate" or op.outs[0] not in segment.results:
-                    continue
-                into, out = op.args[0].index, segment.results.index(op.outs[0])
-                if into >= len(instr.ins):
-                    continue  # made in this run
-                name = instr.ins[into]
-                free = buffers[name].kind == "temp" and last_read[name] == i and instr.ins.count(name) == 1
-                if free and buffers[name].dtype == buffers[instr.outs[out]].dtype:
-                    pairs.append((out, into))
-            instr = dataclasses.replace(instr, inplace=tuple(pairs))
+        if isinstance(instr, Run) and instr.segment in sums:
+            free = [
+                (out, into)
+                for out, into in sums[instr.segment]
+                if last_read[instr.ins[into]] == i
+                and instr.ins.count(instr.ins[into]) == 1
+                and buffers[instr.ins[into]].kind == "temp"
+                and buffers[instr.ins[into]].dtype == buffers[instr.outs[out]].dtype
+            ]
+            instr = dataclasses.replace(instr, inplace=(*instr.inplace, *free))
         made.append(instr)
     return made
+
+
+def _sums(segment: Segment) -> list[tuple[int, int]]:
+    """(position in outputs, position in inputs) of every sum over micro-batches that a segment adds a term to."""
+    return [
+        (segment.results.index(op.outs[0]), op.args[0].index)
+        for op in segment.ops
+        if op.target == "local.accumulate"
+        and op.outs[0] in segment.results
+        and op.args[0].index < len(segment.inputs)
+    ]
