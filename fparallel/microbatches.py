@@ -351,7 +351,9 @@ class _Result:
 
     def _reduced(self, tensor: Tensor) -> Tensor:
         loop = self.loop
-        if loop.reduction == "sum" or loop.num == 1:
+        if loop.reduction == "sum":
+            return tensor.to(torch.int64) if tensor.dtype == torch.bool else tensor
+        if loop.num == 1:
             return tensor
         if not tensor.dtype.is_floating_point:
             raise TraceError(

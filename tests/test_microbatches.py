@@ -160,6 +160,10 @@ class TestResults:
             W, batch
         )
         assert got["n"] == int(batch["mask"].sum())
+        many = fp.accumulate(
+            lambda b: b["x"].amax() > 0, num_microbatches=4, batch_argnums=0, reduction="sum"
+        )
+        assert many({"x": torch.ones(8, 2)}) == 4
 
     def test_a_plain_scalar_weighs_micro_batches_equally(self):
         batch = make_batch(8)

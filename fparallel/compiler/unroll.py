@@ -34,12 +34,11 @@ def accumulate(p: Partitioner, node: Node) -> None:
     whole, batch, keys, index = node.args
     loop = p.context.program.loops[index]
     _check_rows(p, node, loop, batch)
-    body, outer_of = _body(p, loop, whole)
+    body, leaf_of = _body(p, loop, whole)
     inner_parts = loop.graph.inputs[loop.num_whole : loop.num_whole + loop.num_batch]
     inner_keys = loop.graph.inputs[loop.num_whole + loop.num_batch :]
     formals: list[Local] = []
     results: list[Local] = []
-    items: list[Item] = []
     copies: _Copies | None = None
     rows: dict[int, list[Local]] = {k: [] for k, kind in enumerate(loop.kinds) if kind == ROWS}
     for m in range(loop.num):
@@ -55,8 +54,7 @@ def accumulate(p: Partitioner, node: Node) -> None:
             results = [
                 _result(body, value, kind) for value, kind in zip(loop.graph.outputs, loop.kinds, strict=True)
             ]
-            items = drop_dead(body.items, results)
-            copies = _Copies(p, items, results, formals, set(rows), node.source)
+            copies = _Copies(p, drop_dead(body.items, results), results, formals, set(rows), node.source)
         made = copies.run(m, actual)
         for k in rows:
             rows[k].append(made[k])
@@ -65,7 +63,7 @@ def accumulate(p: Partitioner, node: Node) -> None:
         if k in rows:
             _in_order(p, node, loop, out, rows[k])
         else:
-            _finish(p, node, out, copies.sums[k], outer_of.get(value))
+            _finish(p, node, out, copies.sums[k], leaf_of.get(value))
 
 
 # ---------------------------------------------------------------- the body
@@ -220,9 +218,7 @@ def _emit(
     p: Partitioner, node: Node, op: Any, args: tuple, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Value:
     """Partitions one more op, as if the program had it here."""
-    made = Node(
-        str(op), op, args, {}, [], node.source, "S"
-    )  # a phase of its own: no segment mixes it with others
+    made = Node(str(op), op, args, {}, [], node.source, "S")  # a phase, and so a segment, of its own
     made.outs = [Value(shape, dtype, node=made)]
     made.outs[0].num_uses = 1
     p.node(made)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -36,14 +36,12 @@ class Scope:
     Attributes:
         key: int64 ``[2]``.
         draws: how many ambient draws it has served.
-        blocks: how many block calls it has given keys to.
-        loops: how many loops over micro-batches it has given keys to.
+        children: by tag, to how many block calls and loops over micro-batches it has given keys.
     """
 
     key: Tensor
     draws: int = 0
-    blocks: int = 0
-    loops: int = 0
+    children: dict[int, int] = field(default_factory=dict)
 
     def next_key(self) -> Tensor:
         """The key of the next draw, int64 ``[2]``."""
@@ -108,12 +106,7 @@ def block_scope() -> Tensor | None:
     and opens ``use`` on it inside, so that a block traced once draws differently at each call, and as the
     un-traced one does.
     """
-    scope = _scope.get()
-    if scope is None:
-        return None
-    key = fold_in(fold_in(scope.key, BLOCK_TAG), scope.blocks)
-    scope.blocks += 1
-    return key
+    return _numbered(BLOCK_TAG)
 
 
 def loop_scope() -> Tensor | None:
@@ -121,12 +114,17 @@ def loop_scope() -> Tensor | None:
 
     The i-th loop gives ``fold_in(fold_in(key, 0x6c6f6f70), i)``, and micro-batch m of it a child of that.
     """
+    return _numbered(LOOP_TAG)
+
+
+def _numbered(tag: int) -> Tensor | None:
+    """The next of the current scope's children of one kind."""
     scope = _scope.get()
     if scope is None:
         return None
-    key = fold_in(fold_in(scope.key, LOOP_TAG), scope.loops)
-    scope.loops += 1
-    return key
+    number = scope.children.get(tag, 0)
+    scope.children[tag] = number + 1
+    return fold_in(fold_in(scope.key, tag), number)
 
 
 class _AmbientDraws(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""The ranks of a job, one process each: gloo between CPUs, NCCL between GPUs."""
+"""The ranks of a job, one process each: NCCL between GPUs; between CPUs, memory reads on one host, else gloo."""
 
 from __future__ import annotations
 

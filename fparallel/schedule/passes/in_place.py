@@ -12,7 +12,7 @@ from fparallel.schedule.passes.placement import apply_moves
 def in_place(schedule: Schedule) -> Schedule:
     """Lets an all_reduce write where it reads, if nothing reads its inputs afterwards.
 
-    It saves the memory of a bucket while the sum is taken, and the transport half of its writes.
+    It saves the memory of a bucket while the sum is taken.
 
     Before::
 
