@@ -19,14 +19,11 @@ from fparallel import random, tree
 from fparallel._compat import FakeTensorMode, functorch_active
 from fparallel.errors import TraceError
 from fparallel.mean import Mean, MeanSum, Weighted
-from fparallel.recorder import current_recorder, recording
+from fparallel.recorder import Loop, current_recorder, recording
 from fparallel.transforms import Differentiates, differentiates, value_and_grad
 
 REDUCTIONS = ("mean", "sum")
 SUM, ROWS = "sum", "rows"  # how a result of the body becomes one of the loop
-
-# body(whole tensors, tensors of the micro-batch, keys) -> flat results; it says afterwards what they are
-Body = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
 
 
 def accumulate(
@@ -76,7 +73,7 @@ def accumulate(
 
     @functools.wraps(fn)
     def accumulated(*args: Any, **kwargs: Any) -> Any:
-        return _Loop(fn, args, kwargs, argnums, num_microbatches, group, reduction).run()
+        return _Accumulated(fn, args, kwargs, argnums, num_microbatches, group, reduction).run()
 
     return accumulated
 
@@ -101,7 +98,27 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-class _Loop:
+def _run(loop: Loop) -> list[Tensor]:
+    """The loop in Python."""
+    found: list[list[Tensor]] = []
+    dtypes: list[torch.dtype] = []
+    for m in range(loop.num):
+        parts = [microbatch(x, m, loop.num, loop.group) for x in loop.batch]
+        outs = loop.body(loop.whole, parts, [random.fold_in(key, m) for key in loop.keys])
+        found = found or [[] for _ in outs]
+        for seen, out, kind in zip(found, outs, loop.kinds(), strict=True):
+            if kind == ROWS or not seen:
+                seen.append(out if kind == ROWS else out.to(wide(out.dtype)))
+            else:
+                seen[0] = seen[0] + out
+        dtypes = [out.dtype for out in outs]
+    return [
+        in_batch_order(seen, loop.group) if kind == ROWS else seen[0].to(dtype)
+        for seen, kind, dtype in zip(found, loop.kinds(), dtypes, strict=True)
+    ]
+
+
+class _Accumulated:
     """One call of an accumulated function."""
 
     def __init__(
@@ -224,34 +241,14 @@ class _Loop:
             with contextlib.nullcontext() if self.scope is None else random.use(keys[-1]):
                 return result.flatten(fn(*args, **kwargs))
 
+        loop = Loop(self.name, body, lambda: result.kinds, self.num, self.group, whole, own["batch"], keys)
         recorder = current_recorder()
         tracked = torch.is_grad_enabled() and any(x.requires_grad for x in [*whole, *own["batch"]])
         if recorder is not None and not functorch_active() and not tracked:
-            outs = recorder.accumulate(
-                body, self.name, self.num, self.group, whole, own["batch"], keys, lambda: result.kinds
-            )
+            outs = recorder.accumulate(loop)
         else:
-            outs = self._eager(body, result, whole, own["batch"], keys)
+            outs = _run(loop)
         return result.unflatten(outs)
-
-    def _eager(
-        self, body: Body, result: _Result, whole: list[Tensor], batch: list[Tensor], keys: list[Tensor]
-    ) -> list[Tensor]:
-        found: list[list[Tensor]] = []
-        for m in range(self.num):
-            parts = [microbatch(x, m, self.num, self.group) for x in batch]
-            outs = body(whole, parts, [random.fold_in(key, m) for key in keys])
-            found = found or [[] for _ in outs]
-            for seen, out, kind in zip(found, outs, result.kinds, strict=True):
-                if kind == ROWS or not seen:
-                    seen.append(out if kind == ROWS else out.to(wide(out.dtype)))
-                else:
-                    seen[0] = seen[0] + out
-            dtypes = [out.dtype for out in outs]
-        return [
-            in_batch_order(seen, self.group) if kind == ROWS else seen[0].to(dtype)
-            for seen, kind, dtype in zip(found, result.kinds, dtypes, strict=True)
-        ]
 
     def _arguments(self, whole: list[Tensor], parts: list[Tensor], keys: list[Tensor]) -> Any:
         streams = {"whole": iter(whole), "batch": iter(parts), "key": iter(keys)}
@@ -325,7 +322,7 @@ def _tensors(out: Any) -> list[Tensor]:
 class _Result:
     """How the results of one micro-batch become those of the whole batch."""
 
-    def __init__(self, loop: _Loop, fn: Callable) -> None:
+    def __init__(self, loop: _Accumulated, fn: Callable) -> None:
         self.loop, self.fn = loop, fn
         self.kinds: list[str] = []
         self.leaves: list[Any] = []

@@ -28,6 +28,27 @@ class Stage:
     constants: tuple[tuple[str, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class Loop:
+    """A function over micro-batches: see `microbatches.accumulate`.
+
+    Attributes:
+      body: from the tensors that pass whole, those of a micro-batch and its keys to flat results.
+      kinds: after a call of the body, per result "sum" or "rows".
+      num, group: micro-batches, and neighbouring rows that stay together.
+      whole, batch, keys: the tensors outside of the loop.
+    """
+
+    name: str
+    body: Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
+    kinds: Callable[[], list[str]]
+    num: int
+    group: int
+    whole: list[Tensor]
+    batch: list[Tensor]
+    keys: list[Tensor]
+
+
 class Recorder(Protocol):
     """What a tracer offers to the functions that users call inside a step."""
 
@@ -41,17 +62,7 @@ class Recorder(Protocol):
     def sum_squares(self, leaves: list[Tensor], dtype: torch.dtype) -> Tensor: ...
     def constrain(self, x: Tensor, spec: Any) -> Tensor: ...
     def untraced(self) -> contextlib.AbstractContextManager[None]: ...
-    def accumulate(
-        self,
-        body: Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]],
-        name: str,
-        num: int,
-        group: int,
-        whole: list[Tensor],
-        batch: list[Tensor],
-        keys: list[Tensor],
-        kinds: Callable[[], list[str]],
-    ) -> list[Tensor]: ...
+    def accumulate(self, loop: Loop) -> list[Tensor]: ...
 
 
 _recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(

@@ -12,7 +12,7 @@ from torch import Tensor
 from fparallel.compiler.blocks import Substitute
 from fparallel.compiler.graph import LoopGraph, Value
 from fparallel.errors import TraceError
-from fparallel.recorder import current_recorder, recording
+from fparallel.recorder import Loop, current_recorder, recording
 
 if TYPE_CHECKING:
     from fparallel.compiler.trace import Tracer
@@ -28,65 +28,46 @@ class LoopTracing:
     emit: Callable[..., list[Tensor]]
     new_tracer: Callable[..., Tracer]
 
-    def accumulate(
-        self,
-        body: Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]],
-        name: str,
-        num: int,
-        group: int,
-        whole: list[Tensor],
-        batch: list[Tensor],
-        keys: list[Tensor],
-        kinds: Callable[[], list[str]],
-    ) -> list[Tensor]:
-        """Records a loop: see `microbatches.accumulate`."""
+    def accumulate(self, loop: Loop) -> list[Tensor]:
+        """Records a loop, and gives its results."""
         lifted: list[Tensor] = []
         for _ in range(2):
             pending: list[Tensor] = []
-            graph = self._trace_loop(body, num, whole, batch, keys, lifted, pending)
+            graph = self._trace_loop(loop, lifted, pending)
             if not pending:
                 break
             lifted += [x for i, x in enumerate(pending) if all(x is not y for y in pending[:i])]
         else:
             raise TraceError(
-                f"{name} uses a tensor from outside that cannot be lifted to an argument",
+                f"{loop.name} uses a tensor from outside that cannot be lifted to an argument",
                 fix="pass the tensor to the accumulated function as an argument",
             )
-        loop = LoopGraph(name, graph, num, group, len(whole) + len(lifted), len(batch), list(kinds()))
-        self.loops.append(loop)
+        whole, kinds = [*loop.whole, *lifted], list(loop.kinds())
+        traced = LoopGraph(loop.name, graph, loop.num, loop.group, len(whole), len(loop.batch), kinds)
+        self.loops.append(traced)
         like = [
-            Value((out.shape[0] * num, *out.shape[1:]) if kind == "rows" else out.shape, out.dtype)
-            for out, kind in zip(graph.outputs, loop.kinds, strict=True)
+            Value((out.shape[0] * loop.num, *out.shape[1:]) if kind == "rows" else out.shape, out.dtype)
+            for out, kind in zip(graph.outputs, kinds, strict=True)
         ]
-        args = ([*whole, *lifted], batch, keys, len(self.loops) - 1)
+        args = (whole, loop.batch, loop.keys, len(self.loops) - 1)
         return self.emit(torch.ops.fparallel.accumulate.default, args, like)
 
-    def _trace_loop(
-        self,
-        body: Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]],
-        num: int,
-        whole: list[Tensor],
-        batch: list[Tensor],
-        keys: list[Tensor],
-        lifted: list[Tensor],
-        pending: list[Tensor],
-    ) -> Any:
-        shapes = [tuple(x.shape) for x in [*whole, *lifted]]
-        shapes += [(x.shape[0] // num, *x.shape[1:]) for x in batch] + [(2,)] * len(keys)
-        given = [*whole, *lifted, *batch, *keys]
+    def _trace_loop(self, loop: Loop, lifted: list[Tensor], pending: list[Tensor]) -> Any:
+        whole = [*loop.whole, *lifted]
+        shapes = [tuple(x.shape) for x in whole]
+        shapes += [(x.shape[0] // loop.num, *x.shape[1:]) for x in loop.batch] + [(2,)] * len(loop.keys)
+        given = [*whole, *loop.batch, *loop.keys]
         fakes = [self.fake(shape, x.dtype) for shape, x in zip(shapes, given, strict=True)]
-        first, second = len(whole) + len(lifted), len(whole) + len(lifted) + len(batch)
+        own, first, second = len(loop.whole), len(whole), len(whole) + len(loop.batch)
 
         def lift(tensor: Tensor) -> Value:
             pending.append(tensor)
             return Value(tuple(tensor.shape), tensor.dtype, "lifted")
 
         def run(*flat: Tensor) -> list[Tensor]:
-            swap = Substitute(
-                {id(old): new for old, new in zip(lifted, flat[len(whole) : first], strict=True)}
-            )
+            swap = Substitute({id(old): new for old, new in zip(lifted, flat[own:first], strict=True)})
             with swap if lifted else contextlib.nullcontext():
-                outs = body(list(flat[: len(whole)]), list(flat[first:second]), list(flat[second:]))
+                outs = loop.body(list(flat[:own]), list(flat[first:second]), list(flat[second:]))
             return [out.detach() if out.requires_grad else out for out in outs]
 
         phase = self.phase
