@@ -1,4 +1,4 @@
-"""Where in the user's source something happens: lines and names of variables, found in the frames of the stack."""
+"""Where in the user's source something happens, found in the frames of the stack: lines, variables, what failed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import types
 
 import torch
 from torch import Tensor
+
+from fparallel._compat import DataDependentOutputException, DynamicOutputShapeException
+from fparallel.errors import TraceError
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OWN_MODELS = os.path.join(_OWN, "models") + os.sep
@@ -63,3 +66,31 @@ def variable_of(tensor: Tensor) -> str:
                         return f"the variable {name!r}"
         frame = frame.f_back
     return "a variable"
+
+
+def explain(error: Exception) -> Exception:
+    """A TraceError for what fake tensors cannot do; other exceptions are the user's own and pass unchanged."""
+    text = str(error)
+    if isinstance(error, NotImplementedError) and "HigherOrderOperator" in text:
+        name = text.partition("HigherOrderOperator ")[2].split(" ")[0]
+        return TraceError(
+            f"the step uses the control flow operator {name}, which cannot be sharded",
+            fix="use torch.where, a Python loop of fixed length, or torch.func.vmap",
+            where=error_line(error),
+        )
+    unread = any(
+        t in text.lower()
+        for t in ("data is not allocated yet", "data-dependent", ".numpy() is not supported")
+    )
+    if (
+        "guard" in type(error).__name__.lower()
+        or unread
+        or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+    ):
+        line = error_line(error)
+        return TraceError(
+            "the step reads the value of a traced tensor (.item(), float(), bool(), or an `if` on it)",
+            fix="keep the value a tensor: use torch.where instead of `if`, and return it instead of reading it",
+            where=line,
+        )
+    return error

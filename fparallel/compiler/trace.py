@@ -28,7 +28,7 @@ from fparallel._compat import (
 from fparallel.compiler.blocks import BlockTracing
 from fparallel.compiler.graph import BlockGraph, Graph, LoopGraph, MapGraph, Node, Program, Value, map_values
 from fparallel.compiler.loops import LoopTracing
-from fparallel.compiler.sources import error_line, user_line, variable_of
+from fparallel.compiler.sources import explain, user_line, variable_of
 from fparallel.errors import FparallelError, TraceError
 from fparallel.layout import Layout, typed
 from fparallel.recorder import recording
@@ -414,31 +414,3 @@ def _refuse_complex(graph: Graph) -> None:
                 fix="return torch.view_as_real(x), or its real and imaginary parts",
                 where=value.node.source if value.node else None,
             )
-
-
-def explain(error: Exception) -> Exception:
-    """A TraceError for what fake tensors cannot do; other exceptions are the user's own and pass unchanged."""
-    text = str(error)
-    if isinstance(error, NotImplementedError) and "HigherOrderOperator" in text:
-        name = text.partition("HigherOrderOperator ")[2].split(" ")[0]
-        return TraceError(
-            f"the step uses the control flow operator {name}, which cannot be sharded",
-            fix="use torch.where, a Python loop of fixed length, or torch.func.vmap",
-            where=error_line(error),
-        )
-    unread = any(
-        t in text.lower()
-        for t in ("data is not allocated yet", "data-dependent", ".numpy() is not supported")
-    )
-    if (
-        "guard" in type(error).__name__.lower()
-        or unread
-        or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-    ):
-        line = error_line(error)
-        return TraceError(
-            "the step reads the value of a traced tensor (.item(), float(), bool(), or an `if` on it)",
-            fix="keep the value a tensor: use torch.where instead of `if`, and return it instead of reading it",
-            where=line,
-        )
-    return error
