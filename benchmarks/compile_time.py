@@ -108,25 +108,26 @@ def measure_inductor(layers: int) -> dict[str, tuple[float, float]]:
     return stages.seconds
 
 
-def fresh(what: str, layers: int, repeats: int) -> dict[str, tuple[float, float]]:
-    """Medians over fresh processes."""
-    found: list[dict[str, tuple[float, float]]] = []
+def fresh(what: str, depths: Sequence[int], repeats: int) -> list[dict[str, tuple[float, float]]]:
+    """For each depth the medians over fresh processes; the depths take turns, so that drift meets all."""
+    found: list[list[dict[str, tuple[float, float]]]] = [[] for _ in depths]
     for _ in range(repeats):
-        with tempfile.TemporaryDirectory() as cache:
-            environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.compile_time",
-                "--child",
-                what,
-                "--layers",
-                str(layers),
-            ]
-            done = subprocess.run(
-                command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-            )
-        found.append(json.loads(done.stdout.splitlines()[-1]))
+        for layers, runs in zip(depths, found, strict=True):
+            runs.append(_child(what, layers))
+    return [_medians(runs) for runs in found]
+
+
+def _child(what: str, layers: int) -> dict[str, tuple[float, float]]:
+    command = [sys.executable, "-m", "benchmarks.compile_time", "--child", what, "--layers", str(layers)]
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _medians(found: list[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
     wall = {name: statistics.median(one[name][0] for one in found) for name in found[0]}
     return {name: (wall[name], statistics.median(one[name][1] for one in found)) for name in wall}
 
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     what = "inductor" if options.inductor else "lowering"
     few, many = (int(x) for x in (options.depths or ("6,12" if options.inductor else "12,48")).split(","))
-    shallow, deep = fresh(what, few, options.repeats), fresh(what, many, options.repeats)
+    shallow, deep = fresh(what, (few, many), options.repeats)
     print(
         f"| seconds | {few} layers: wall | CPU | {many} layers: wall | CPU | ratio of CPU |\n{'| --- ' * 6}|"
     )

@@ -231,9 +231,15 @@ class Rules:
         used = set() if used_globs is None else used_globs
         batch = set(batch_paths)
         plans = []
+        alike: dict[Any, LeafPlan] = {}  # leaves of one annotation, shape and glob lie alike
         for path, leaf, spec in zip(paths, leaves, specs, strict=True):
             shape, dtype = tuple(leaf.shape), leaf.dtype
-            plan = self._leaf(path, shape, dtype, spec, mesh, path in batch, used)
+            glob = self._glob_for(path, used)
+            key = (id(spec), id(glob), shape, dtype, path in batch)
+            if key in alike:
+                plans.append(alike[key].at(path))
+                continue
+            plan = alike[key] = self._leaf(path, shape, dtype, spec, glob, mesh, path in batch)
             plans.append(plan)
         self._list_axes(paths, mesh, used)
         zero = self.zero_options or Zero(0, ())
@@ -253,11 +259,10 @@ class Rules:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         spec: LogicalSpec | None,
+        glob: PartitionSpec | str | None,
         mesh: Mesh,
         batch: bool,
-        used: set[str],
     ) -> LeafPlan:
-        glob = self._glob_for(path, used)
         for name, index, length in spec.index_axes if spec is not None else ():
             self._check_index(name, index, length, mesh, path)
         if isinstance(glob, PartitionSpec):

@@ -86,7 +86,7 @@ def retake_views(groups: list[list[Op] | Comm | Call]) -> list[list[Op] | Comm |
     }
     result: list[list[Op] | Comm | Call] = []
     for step in groups:
-        if not isinstance(step, list):
+        if not isinstance(step, list) or all(views.keys().isdisjoint(op.inputs) for op in step):
             result.append(step)
             continue
         own = {out for op in step for out in op.outs}
@@ -138,11 +138,10 @@ class Builder:
         """Groups ops into segments between the collectives and calls that need them."""
         wanted = set(results)
         groups = retake_views(group(items))
-        readers: dict[Local, set[int]] = {}
+        last_reader: dict[Local, int] = {}
         for i, step in enumerate(groups):
             for op in step if isinstance(step, list) else [step]:
-                for value in op.inputs:
-                    readers.setdefault(value, set()).add(i)
+                last_reader.update(dict.fromkeys(op.inputs, i))
         plan = Plan()
         for i, step in enumerate(groups):
             if not isinstance(step, list):
@@ -152,7 +151,7 @@ class Builder:
                 out
                 for op in step
                 for out in op.outs
-                if out is not None and (out in wanted or readers.get(out, set()) - {i})
+                if out is not None and (out in wanted or last_reader.get(out, i) > i)
             ]
             if outs:
                 plan.steps.append(self.piece(drop_dead(step, outs), outs, label))

@@ -160,10 +160,10 @@ AnyItem = TypeVar("AnyItem", bound=Item)
 
 def drop_dead(items: Iterable[AnyItem], results: Iterable[Local]) -> list[AnyItem]:
     """The items on which the results depend, in order."""
-    live = set(results)
+    live: set[Local | None] = set(results)
     kept = []
     for item in reversed(list(items)):
-        if any(out in live for out in item.outs if out is not None):
+        if not live.isdisjoint(item.outs):
             live.update(item.inputs)
             kept.append(item)
     return kept[::-1]

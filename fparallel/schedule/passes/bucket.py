@@ -55,10 +55,10 @@ def bucket(schedule: Schedule, max_bytes: float = 25e6) -> Schedule:
 
 def merge(schedule: Schedule, program: Program, instrs: list[Instr], *, max_bytes: float) -> list[Instr]:
     """The move of `bucket`."""
-    keys = _Keys(schedule, program)
-    enough = _enough(keys, instrs)
+    kinds = _Kinds(schedule, program)
+    enough = kinds.enough(instrs)
     while True:  # a merge may move what kept others apart
-        merged = _merge_once(keys, instrs, max_bytes, enough)
+        merged = _merge_once(kinds, instrs, max_bytes, enough)
         if merged is instrs:
             return list(map(_shortened, merged))
         instrs = merged
@@ -71,33 +71,42 @@ class _Key:
     gathers: bool
 
 
-class _Keys:
-    """The key and the size of a collective; None for what must be left alone."""
+class _Kinds:
+    """The key and the size of every collective that may be merged, by id of the instruction."""
 
     def __init__(self, schedule: Schedule, program: Program) -> None:
         self.schedule = schedule
         self.arguments = frozenset(program.arguments)
         self.known: dict[object, _Key] = {}
-        self.found: dict[
-            int, tuple[Collective, _Key, int]
-        ] = {}  # holds the instruction: its id stays its own
+        self.of: dict[int, tuple[_Key, int]] = {}
+        self.holds: list[Instr] = []  # so that an id stays its instruction's
 
-    def of(self, instr: Instr) -> tuple[_Key, int] | None:
-        if not isinstance(instr, Collective):
-            return None
-        if id(instr) not in self.found:
-            if self.schedule.crosses_roles(instr):
-                return None
-            self.found[id(instr)] = (instr, *self._of(instr))
-        _, key, size = self.found[id(instr)]
-        return key, size
+    def enough(self, instrs: list[Instr]) -> dict[_Key, float]:
+        """Finds all kinds; gives for each the bytes from which a bucket had better go out than wait for more."""
+        moved: dict[_Key, float] = {}
+        for instr in instrs:
+            if isinstance(instr, Collective) and not self.schedule.crosses_roles(instr):
+                key, size = self._find(instr)
+                moved[key] = moved.get(key, 0) + size
+        return {key: max(LEAST_DELAYED, nbytes / PARTS) for key, nbytes in moved.items()}
 
-    def _of(self, instr: Collective) -> tuple[_Key, int]:
+    def _find(self, instr: Collective) -> tuple[_Key, int]:
         buffers = self.schedule.buffers
         gathers = instr.kind == "all_gather" and self.arguments.issuperset(instr.ins)
         key = (instr.kind, instr.axes, instr.reduce, buffers[instr.ins[0]].dtype, gathers, instr.inplace)
-        size = max(sum(buffers[name].nbytes for name in names) for names in (instr.ins, instr.outs))
-        return self.known.setdefault(key, _Key(gathers)), size
+        read = sum([buffers[name].nbytes for name in instr.ins])
+        size = read if instr.inplace else max(read, sum([buffers[name].nbytes for name in instr.outs]))
+        return self._keep(instr, self.known.setdefault(key, _Key(gathers)), size)
+
+    def join(self, steps: list[Collective]) -> Collective:
+        joined = _join(steps)
+        self._keep(joined, self.of[id(steps[0])][0], sum(self.of[id(step)][1] for step in steps))
+        return joined
+
+    def _keep(self, instr: Collective, key: _Key, size: int) -> tuple[_Key, int]:
+        self.holds.append(instr)
+        self.of[id(instr)] = key, size
+        return key, size
 
 
 @dataclass
@@ -130,12 +139,13 @@ class _Buckets:
 
     def see(self, i: int, instr: Instr) -> None:
         """Closes what cannot, or should not, be delayed past an instruction."""
-        ended = isinstance(instr, Free)
-        for name in instr.bufs if isinstance(instr, Free) else instr.reads:
-            if name in self.writer:
-                self.close(self.writer[name])
-            if ended and name in self.readers:
-                for group in self.readers[name]:
+        names = instr.bufs if isinstance(instr, Free) else instr.reads
+        if not self.writer.keys().isdisjoint(names):
+            for name in names:
+                self.close(self.writer.get(name))
+        if isinstance(instr, Free):
+            for name in names:
+                for group in self.readers.get(name, ()):
                     group.frees.append((i, name))
         if not isinstance(instr, Run):
             return
@@ -159,32 +169,29 @@ class _Buckets:
         self.writer.update(dict.fromkeys(instr.outs, group))
 
 
-def _merge_once(keys: _Keys, instrs: list[Instr], max_bytes: float, enough: dict[_Key, float]) -> list[Instr]:
+def _merge_once(
+    kinds: _Kinds, instrs: list[Instr], max_bytes: float, enough: dict[_Key, float]
+) -> list[Instr]:
     buckets = _Buckets()
     for i, instr in enumerate(instrs):
         buckets.see(i, instr)
-        found = keys.of(instr)
+        found = kinds.of.get(id(instr))
         if found is not None:
             assert isinstance(instr, Collective)
             buckets.add(i, instr, *found, enough[found[0]], max_bytes)
     groups = [group.members for group in buckets.all if len(group.members) > 1]
-    return _merged(instrs, groups, buckets.late) if groups else instrs
+    return _merged(kinds, instrs, groups, buckets.late) if groups else instrs
 
 
-def _enough(keys: _Keys, instrs: list[Instr]) -> dict[_Key, float]:
-    """By key, the bytes from which a bucket had better go out than wait for more."""
-    moved: dict[_Key, float] = {}
-    for found in filter(None, map(keys.of, instrs)):
-        moved[found[0]] = moved.get(found[0], 0) + found[1]
-    return {key: max(LEAST_DELAYED, nbytes / PARTS) for key, nbytes in moved.items()}
-
-
-def _merged(instrs: list[Instr], buckets: list[list[int]], late: list[tuple[int, str]]) -> list[Instr]:
+def _merged(
+    kinds: _Kinds, instrs: list[Instr], buckets: list[list[int]], late: list[tuple[int, str]]
+) -> list[Instr]:
     merged: list[Instr | None] = list(instrs)
     for members in buckets:
         for i in members:
             merged[i] = None
-        merged[members[-1]] = _join([instr for i in members if isinstance(instr := instrs[i], Collective)])
+        steps = [instr for i in members if isinstance(instr := instrs[i], Collective)]
+        merged[members[-1]] = kinds.join(steps)
     moved: dict[int, set[str]] = {}
     for i, name in late:
         moved.setdefault(i, set()).add(name)
@@ -211,7 +218,6 @@ def _join(steps: list[Collective]) -> Collective:
 
 def _shortened(instr: Instr) -> Instr:
     """A bucket of many tensors names three causes."""
-    causes = instr.cause.split("; ")
-    if not isinstance(instr, Collective) or len(causes) <= 4:
+    if not isinstance(instr, Collective) or len(causes := instr.cause.split("; ")) <= 4:
         return instr
     return dataclasses.replace(instr, cause="; ".join([*causes[:3], f"and {len(causes) - 3} more"]))
