@@ -19,6 +19,7 @@ from fparallel.microbatches import accumulate
 from fparallel.process import process_count, process_index
 from fparallel.rules import Rules
 from fparallel.schedule import Schedule
+from fparallel.schedule.orders import Task, register_order
 from fparallel.sharding import NamedSharding, P, PartitionSpec
 from fparallel.transforms import block, grad, value_and_grad, with_sharding_constraint
 from fparallel.tree import TrainState, dataclass, static
@@ -39,6 +40,7 @@ __all__ = [
     "Rules",
     "Schedule",
     "ShapeDtypeStruct",
+    "Task",
     "Traced",
     "TrainState",
     "accumulate",
@@ -56,6 +58,7 @@ __all__ = [
     "process_count",
     "process_index",
     "random",
+    "register_order",
     "register_rule",
     "static",
     "sum_squares",

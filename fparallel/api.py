@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fparallel import tree
 from fparallel.arguments import Arguments, Binder
-from fparallel.array import Array, ShapeDtypeStruct, put
+from fparallel.array import Array, ShapeDtypeStruct, move, put
 from fparallel.compiler.lower import LoweredProgram, lower_program
 from fparallel.compiler.trace import trace
 from fparallel.errors import ExecutionError, ShardingError, TraceError
@@ -29,6 +29,7 @@ from fparallel.schedule.ir import Schedule
 from fparallel.schedule.memory import MemoryReport, memory
 from fparallel.schedule.passes import run_passes
 from fparallel.sharding import sharding_of
+from fparallel.staging import Staging
 
 _ONE = Mesh((1,), ("device",), "simulated")
 
@@ -71,6 +72,16 @@ class Lowered:
     program: LoweredProgram
     schedule: Schedule
     donated: list[bool]
+    staging: Staging | None = None
+
+    def role(self, home: int | None) -> tuple[tuple[str, int], ...]:
+        """The coordinates of what lies on a rank of the pipeline axis; () where it lies on all."""
+        return () if home is None or self.staging is None else ((self.staging.axis, home),)
+
+    def holds(self, rank: int, home: int | None) -> bool:
+        """Whether a rank holds what lies on a rank of the pipeline axis (None: on all)."""
+        coords = self.jitted.mesh.coords(rank)
+        return all(coords[axis] == at for axis, at in self.role(home))
 
     def memory(self) -> MemoryReport:
         """The peak of named buffers per rank and tier, by cause, from exact liveness."""
@@ -129,19 +140,28 @@ class Compiled:
         mesh = low.jitted.mesh
         self.runner.check_equal_on_ranks(arguments.paths, arguments.leaves, always=low.jitted.strict)
         shards: list[list[Tensor | None]] = [[] for _ in self.runner.ranks]
+        nan: list[str] = []
         for plan, leaf, donated in zip(low.plans, arguments.leaves, low.donated, strict=True):
             held = self._place(plan, leaf, donated)
             for position, rank in enumerate(self.runner.ranks):
-                shards[position].append(held[rank])
-        nan = _nan_paths(arguments.paths, shards) if self.calls == 0 else []
-        outs = self.runner(shards)
+                if low.holds(rank, plan.home):
+                    shards[position].append(held[rank])
+            if self.calls == 0 and any(map(_has_nan, held.values())):
+                nan.append(plan.path)
+        outs = [iter(results) for results in self.runner(shards)]
         arrays: list[Any] = []
-        for i, (layout, (_, dtype)) in enumerate(
-            zip(low.program.out_layouts, low.traced.out_avals, strict=True)
+        for layout, home, (_, dtype) in zip(
+            low.program.out_layouts, low.program.out_homes, low.traced.out_avals, strict=True
         ):
-            parts = {rank: outs[position][i] for position, rank in enumerate(self.runner.ranks)}
+            parts = {
+                rank: next(outs[position])
+                for position, rank in enumerate(self.runner.ranks)
+                if low.holds(rank, home)
+            }
             arrays.append(
-                Array(mesh, layout, dtype, parts) if low.jitted.distributed else parts[self.runner.ranks[0]]
+                Array(mesh, layout, dtype, parts, low.role(home))
+                if low.jitted.distributed
+                else parts[self.runner.ranks[0]]
             )
         if self.calls == 0:
             self._check_finite(arrays, nan)
@@ -161,8 +181,9 @@ class Compiled:
                 and str(leaf.device) == mesh.device
                 and leaf.is_contiguous()
             ):
-                return dict.fromkeys(self.runner.ranks, leaf)
-            return put(leaf, mesh, plan.storage).shards
+                held = [rank for rank in self.runner.ranks if self.lowered.holds(rank, plan.home)]
+                return dict.fromkeys(held, leaf)
+            return put(leaf, mesh, plan.storage, self.lowered.role(plan.home)).shards
         if leaf.mesh != mesh:
             raise ShardingError(
                 f"{plan.path} lies on the mesh {leaf.mesh}, the step runs on {mesh}",
@@ -173,6 +194,12 @@ class Compiled:
                 f"{plan.path} arrives as {leaf.text}, the step expects {typed(plan.dtype, plan.storage)}",
                 fix="make it with a function under the same rules, or move it with fp.device_put",
             )
+        if leaf.home != plan.home:
+            assert self.lowered.staging is not None
+            moved = move(leaf, self.lowered.staging.axis, plan.home)
+            if donated:
+                leaf.take()
+            return moved
         return leaf.take() if donated else leaf.shards
 
     def _check_finite(self, arrays: Sequence[Any], nan: Sequence[str]) -> None:
@@ -207,12 +234,6 @@ def _uncollected(method: Callable) -> Callable:
     return run
 
 
-def _nan_paths(paths: Sequence[str], shards: Sequence[Sequence[Tensor | None]]) -> list[str]:
-    """The arguments of which a rank of this process holds NaN."""
-    held = zip(paths, *shards, strict=True)
-    return [path for path, *parts in held if any(_has_nan(part) for part in parts)]
-
-
 def _has_nan(x: Tensor | None) -> bool:
     return x is not None and x.dtype.is_floating_point and bool(x.isnan().any())
 
@@ -231,6 +252,7 @@ class Jitted:
     strict: bool
     compile: str
     distributed: bool
+    pipeline: str | None = None
     passes_off: tuple[str, ...] = ()
     cache: dict[Any, Compiled] = field(default_factory=dict)
 
@@ -330,6 +352,9 @@ class Jitted:
         wanted = planner.wanted(traced, plans, out_plans, same_place)
         donated = self.binder.donated(traced.arguments)
         warn_undonated(plans, donated, same_place)
+        staging = planner.staging(traced, plans, out_plans, self.pipeline)
+        staged = any(plan.layer is not None for plan in plans)  # if so, outputs lie where they come out
+        out_homes = ["any" if staged or plan.home is None else plan.home for plan in out_plans]
         lowered = lower_program(
             traced.program,
             self.mesh,
@@ -339,12 +364,14 @@ class Jitted:
             donated,
             same_place,
             planner.constraint,
+            staging,
+            out_homes,
         )
         if self.strict:
             check_strict(lowered)
         schedule = run_passes(lowered.schedule, off=self.passes_off, memory_budget=self.memory_budget)
         schedule.verify(memory_budget=self.memory_budget)
-        return Lowered(self, traced, plans, out_plans, lowered, schedule, donated)
+        return Lowered(self, traced, plans, out_plans, lowered, schedule, donated, staging)
 
 
 def _check_returned_once(name: str, tensors: Sequence[Tensor], paths: Sequence[str]) -> None:
@@ -369,6 +396,7 @@ def jit(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     memory_budget: int | None = None,
+    pipeline: str | None = None,
     strict: bool = False,
     compile: str = "eager",
 ) -> Any:
@@ -382,6 +410,9 @@ def jit(
       donate_argnums: arguments whose memory the outputs may take over; reading a donated array raises.
       static_argnums, static_argnames: hashable arguments that are part of the program.
       memory_budget: bytes per rank that the schedule's named buffers may take.
+      pipeline: the order in which the stages of a pipeline run micro-batches, where rules put the layers of a list on
+        a mesh axis: "1f1b" (if None), "gpipe", "interleaved" or "interleaved:3" (chunks a rank), "zb_h1", "zb_v", or
+        one registered with `register_order`.
       strict: an error for every reshard that communicates and was not asked for; plain arguments are compared
         across ranks at every step.
       compile: "eager" or "inductor": how the segments of local compute run.
@@ -403,6 +434,7 @@ def jit(
             static_argnums=static_argnums,
             static_argnames=static_argnames,
             memory_budget=memory_budget,
+            pipeline=pipeline,
             strict=strict,
             compile=compile,
         )
@@ -426,6 +458,7 @@ def jit(
         strict,
         compile,
         mesh is not None,
+        pipeline,
     )
 
 

@@ -34,11 +34,23 @@ class Array:
 
     Prints as `f32[8@dp,4@tp]`. `float()`, `.item()` and formatting work on replicated values; any other torch function
     on it raises and names `fp.jit` and `fp.device_get`.
+
+    Attributes:
+      role: the coordinates of the ranks that hold it, as in (("pp", 1),) for what lies on one stage of a pipeline;
+        () for all ranks.
     """
 
-    __slots__ = ("_shards", "dtype", "layout", "mesh")
+    __slots__ = ("_shards", "dtype", "layout", "mesh", "role")
 
-    def __init__(self, mesh: Mesh, layout: Layout, dtype: torch.dtype, shards: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        layout: Layout,
+        dtype: torch.dtype,
+        shards: Mapping[int, Tensor],
+        role: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        self.role = role
         self.mesh = mesh
         self.layout = layout
         self.dtype = dtype
@@ -87,8 +99,14 @@ class Array:
         return shards
 
     @property
+    def home(self) -> int | None:
+        """The rank of the pipeline axis that holds it; None for all."""
+        return self.role[0][1] if self.role else None
+
+    @property
     def text(self) -> str:
-        return typed(self.dtype, self.layout)
+        where = ",".join(f"{axis}={at}" for axis, at in self.role)
+        return typed(self.dtype, self.layout) + (f"{{{where}}}" if where else "")
 
     def item(self) -> Any:
         """The Python number of a replicated array of one element."""
@@ -96,6 +114,11 @@ class Array:
             raise ExecutionError(
                 f"{self.text} is no replicated single value",
                 fix="use fp.device_get(array) for the whole value",
+            )
+        if not self.shards:
+            raise ExecutionError(
+                f"{self.text} lies on other ranks than this one",
+                fix="use fp.device_get(array) on all ranks for the whole value",
             )
         return next(iter(self.shards.values())).item()
 
@@ -114,7 +137,7 @@ class Array:
     def __repr__(self) -> str:
         if self._shards is None:
             return f"{self.text} (donated)"
-        if self.numel() == 1 and not self.layout.sharded_axes:
+        if self.numel() == 1 and not self.layout.sharded_axes and self.shards:
             return f"{self.text}({self.item()})"
         return self.text
 
@@ -152,6 +175,10 @@ class Array:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
+        if self.role:
+            raise ShardingError(
+                f"{self.text} lies on one stage of a pipeline only", fix="DTensors lie on all ranks"
+            )
         if self.mesh.kind != "job":
             raise ShardingError(
                 f"{self.text} lies on a {self.mesh.kind} mesh", fix="DTensors need a mesh of kind 'job'"
@@ -207,13 +234,15 @@ def process_ranks(mesh: Mesh) -> Sequence[int]:
     )
 
 
-def put(value: Tensor, mesh: Mesh, layout: Layout) -> Array:
-    """The array of a global tensor, which must be equal on all ranks."""
+def put(value: Tensor, mesh: Mesh, layout: Layout, role: tuple[tuple[str, int], ...] = ()) -> Array:
+    """The array of a global tensor, which must be equal on all ranks, on those of a role."""
     shards = {}
     for rank in process_ranks(mesh):
+        if any(mesh.coords(rank)[axis] != at for axis, at in role):
+            continue
         part = layout.shard(value, mesh.coords(rank))
         shards[rank] = part.to(mesh.device, copy=True).contiguous()
-    return Array(mesh, layout, value.dtype, shards)
+    return Array(mesh, layout, value.dtype, shards, role)
 
 
 def device_put(value: Any, sharding: Any) -> Any:
@@ -240,12 +269,45 @@ def get(array: Array) -> Tensor:
     """The global value as a CPU tensor; collective in a job."""
     shards = {rank: shard.detach().cpu() for rank, shard in array.shards.items()}
     if array.mesh.kind == "job" and array.mesh.size > 1:
-        if not array.layout.sharded_axes:
+        if not array.layout.sharded_axes and not array.role:
             return next(iter(shards.values())).clone()
         gathered: list[Any] = [None] * array.mesh.size
-        torch.distributed.all_gather_object(gathered, next(iter(shards.values())))
-        shards = dict(enumerate(gathered))
-    return array.layout.unshard([shards[rank] for rank in range(array.mesh.size)], array.mesh)
+        torch.distributed.all_gather_object(gathered, next(iter(shards.values()), None))
+        shards = {rank: part for rank, part in enumerate(gathered) if part is not None}
+    role = dict(array.role)
+    holders = [array.mesh.rank({**coords, **role}) for coords in array.mesh.rank_coords]
+    return array.layout.unshard([shards[rank] for rank in holders], array.mesh)
+
+
+def move(array: Array, axis: str, home: int | None) -> dict[int, Tensor]:
+    """The shards of an array on another rank of a pipeline axis (None: on all); collective in a job.
+
+    Every rank of the old home sends to the ranks that differ from it along the axis alone.
+    """
+    mesh, old = array.mesh, array.home
+    if old is None:
+        return {r: s for r, s in array.shards.items() if home is None or mesh.coords(r)[axis] == home}
+    shards: dict[int, Tensor] = {}
+    works: list[Any] = []
+    for rank in process_ranks(mesh):
+        coords = mesh.coords(rank)
+        source = mesh.rank({**coords, axis: old})
+        wanted = home is None or coords[axis] == home
+        if source in array.shards:
+            if wanted:
+                shards[rank] = array.shards[source] if source == rank else array.shards[source].clone()
+            if source == rank and mesh.kind == "job":
+                targets = [c for c in range(mesh.shape[axis]) if c != old and home in (None, c)]
+                ranks = [mesh.rank({**coords, axis: c}) for c in targets]
+                works += [torch.distributed.isend(array.shards[rank].contiguous(), r) for r in ranks]
+        elif wanted:
+            shards[rank] = torch.empty(
+                array.layout.local_shape(coords), dtype=array.dtype, device=mesh.device
+            )
+            works.append(torch.distributed.irecv(shards[rank], source))
+    for work in works:
+        work.wait()
+    return shards
 
 
 def device_get(value: Any) -> Any:

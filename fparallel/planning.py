@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 from fparallel import tree
 from fparallel.arguments import Arguments
 from fparallel.array import Array, ShapeDtypeStruct
+from fparallel.compiler.graph import has_gradients
 from fparallel.compiler.lower import LoweredProgram
 from fparallel.errors import ShardingError
 from fparallel.layout import Layout, typed
 from fparallel.logical import LogicalSpec, names_of
 from fparallel.mesh import Mesh
 from fparallel.rules import LeafPlan, Rules, glob_matches, is_under
+from fparallel.schedule.orders import find_order
 from fparallel.sharding import LayoutSharding, NamedSharding, PartitionSpec, spec_layout, warn
+from fparallel.staging import Staging
 
 if TYPE_CHECKING:
     from fparallel.api import Traced
@@ -158,6 +161,25 @@ class Planner:
                     + ", ".join(paths[:6])
                     + (", ..." if len(paths) > 6 else ""),
                 )
+
+    def staging(
+        self, traced: Traced, plans: list[LeafPlan], out_plans: list[LeafPlan], order: str | None
+    ) -> Staging | None:
+        """How the function is cut into the stages of a pipeline; the leaves' pipeline ranks are noted in the plans."""
+        if order is not None:
+            find_order(order, self.mesh.size)
+        leaves = None if has_gradients(traced.program) else traced.arguments.leaves
+        staging = Staging.of([*plans, *out_plans], self.mesh, order, leaves)
+        if staging is None or not any(plan.layer for plan in [*plans, *out_plans]):
+            return staging
+        for some in (plans, out_plans):
+            if any(plan.layer is not None for plan in some):
+                staging.settle(some)
+        if staging.given:
+            for plan, leaf in zip(plans, traced.arguments.leaves, strict=True):
+                if plan.home is not None and isinstance(leaf, Array) and leaf.home is not None:
+                    plan.home = leaf.home
+        return staging
 
     def constraint(self, spec: Any, shape: tuple[int, ...]) -> Layout:
         """The layout that a with_sharding_constraint asks for."""

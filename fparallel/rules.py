@@ -32,12 +32,25 @@ class Zero:
     opt_state: str = "opt_state"
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a list whose index lies on a pipeline axis; `length` is 0 where the leaf does not tell."""
+
+    axis: str
+    list: str
+    index: int
+    length: int
+
+
 @dataclass
 class LeafPlan:
     """What rules decide for one leaf: how it rests, how it is computed with, where its gradient goes, and why.
 
     Attributes:
       reduced_early: its gradient is reduced over ranks for each micro-batch, not once for all.
+      layer: the layer of a pipeline that it belongs to.
+      home: the rank of the pipeline axis that it lies on; None for all.
+      mirrors: the path of the parameter that an optimizer's leaf mirrors.
     """
 
     path: str
@@ -50,6 +63,13 @@ class LeafPlan:
     cause: str = "replicated: no rule names it"
     named: bool = False
     reduced_early: bool = False
+    layer: Layer | None = None
+    home: int | None = None
+    mirrors: str = ""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     def at(self, path: str) -> LeafPlan:
         """The same plan for a leaf at another path."""
@@ -64,6 +84,9 @@ class LeafPlan:
             self.cause,
             self.named,
             self.reduced_early,
+            self.layer,
+            self.home,
+            self.mirrors,
         )
 
 
@@ -232,16 +255,16 @@ class Rules:
         batch = set(batch_paths)
         plans = []
         alike: dict[Any, LeafPlan] = {}  # leaves of one annotation, shape and glob lie alike
+        lists = self._lists(paths, mesh, used)
         for path, leaf, spec in zip(paths, leaves, specs, strict=True):
             shape, dtype = tuple(leaf.shape), leaf.dtype
             glob = self._glob_for(path, used)
             key = (id(spec), id(glob), shape, dtype, path in batch)
-            if key in alike:
-                plans.append(alike[key].at(path))
-                continue
-            plan = alike[key] = self._leaf(path, shape, dtype, spec, glob, mesh, path in batch)
+            if key not in alike:
+                alike[key] = self._leaf(path, shape, dtype, spec, glob, mesh, path in batch)
+            plan = alike[key].at(path)
+            plan.layer = self._layer(path, spec, lists, mesh)
             plans.append(plan)
-        self._list_axes(paths, mesh, used)
         zero = self.zero_options or Zero(0, ())
         params = {p.path.split(f"{zero.params}.", 1)[1]: p for p in plans if is_under(p.path, zero.params)}
         for plan in plans:
@@ -263,8 +286,6 @@ class Rules:
         mesh: Mesh,
         batch: bool,
     ) -> LeafPlan:
-        for name, index, length in spec.index_axes if spec is not None else ():
-            self._check_index(name, index, length, mesh, path)
         if isinstance(glob, PartitionSpec):
             layout, cause, named = spec_layout(glob, shape, mesh, path), f"glob {glob}", True
         elif isinstance(glob, str):
@@ -284,26 +305,56 @@ class Rules:
             layout, cause, named = Layout.replicated(shape), "replicated: no rule names it", False
         return LeafPlan(path, shape, dtype, layout, layout, layout, "", cause, named)
 
-    def _check_index(self, name: str, index: int, length: int, mesh: Mesh, path: str) -> None:
-        value = self.names.get(name)
-        for axis in (value,) if isinstance(value, str) else value or ():
-            if named_axes(axis, mesh, f"{path} ({name}={axis!r})")[0].size > 1:
-                raise ShardingError(
-                    f"{path}: the rule {name}={axis!r} puts the {length} entries of a list on {mesh.shape[axis]} "
-                    "ranks; the entries of a list lie on every rank",
-                    fix=f"use {name}=None, or shard a dim of the leaves",
-                )
+    def _layer(
+        self, path: str, spec: LogicalSpec | None, lists: Mapping[str, str], mesh: Mesh
+    ) -> Layer | None:
+        """The layer that a leaf belongs to, if a list on its way lies on a mesh axis of more than one rank."""
+        parts = path.split(".")
+        found: list[Layer] = []
+        for name, index, length in spec.index_axes if spec is not None else ():
+            axis = self._stage_axis(name, mesh, path)
+            if axis is not None:
+                at = parts.index(str(index))
+                found.append(Layer(axis, ".".join(parts[:at]), index, length))
+        for node, on in lists.items():
+            if path.startswith(node + ".") and (number := path[len(node) + 1 :].split(".")[0]).isdigit():
+                found.append(Layer(on, node, int(number), 0))
+        if len({layer.list for layer in found}) > 1:
+            raise ShardingError(
+                f"{path} is in two lists that lie on a pipeline axis, {found[0].list} and {found[1].list}",
+                fix="put the index of one of them on the axis",
+            )
+        return found[0] if found else None
 
-    def _list_axes(self, paths: Sequence[str], mesh: Mesh, used: set[str]) -> None:
-        """Globs that match a list node name its index; an index can only live on an axis of size 1 here."""
+    def _stage_axis(self, name: str, mesh: Mesh, path: str) -> str | None:
+        """The mesh axis of the index of a list; None if it has one rank."""
+        value = self.names.get(name)
+        axes = (value,) if isinstance(value, str) else tuple(value or ())
+        sized = [a for a in axes if named_axes(a, mesh, f"{path} ({name}={a!r})")[0].size > 1]
+        if len(sized) > 1 or any(a not in mesh.names for a in sized):
+            raise ShardingError(
+                f"{path}: the rule {name}={value!r} puts the layers of a list on {len(axes)} axes",
+                fix="layers lie on one whole mesh axis, the pipeline's",
+            )
+        return sized[0] if sized else None
+
+    def _lists(self, paths: Sequence[str], mesh: Mesh, used: set[str]) -> dict[str, str]:
+        """The lists of layers that globs name, by path, with their mesh axis."""
         if all(isinstance(value, PartitionSpec) for value in self.globs.values()):
-            return
+            return {}
         nodes = {
             ".".join(parts[:i]) for path in paths for parts in [path.split(".")] for i in range(1, len(parts))
         }
+        found: dict[str, str] = {}
         for pattern, value in self.globs.items():
-            if isinstance(value, str) and any(glob_matches(pattern, node) for node in nodes):
+            named = [node for node in nodes if isinstance(value, str) and glob_matches(pattern, node)]
+            for node in named:
                 used.add(pattern)
+                assert isinstance(value, str)
+                axis = self._stage_axis(value, mesh, node)
+                if axis is not None:
+                    found[node] = axis
+        return found
 
     @staticmethod
     def _mirror(plan: LeafPlan, params: Mapping[str, LeafPlan]) -> None:
@@ -313,6 +364,7 @@ class Rules:
             if twin is not None and twin.shape == plan.shape:
                 plan.storage = plan.compute = plan.gradient = twin.compute
                 plan.cause, plan.named = f"mirrors {twin.path}", twin.named
+                plan.layer, plan.mirrors = twin.layer, twin.path
                 return
 
     @staticmethod

@@ -40,9 +40,10 @@ def make_functions(options: Options) -> Functions:
         options.torch_dtype,
     )
     loss_fn = model.loss
-    grad_fn = fp.value_and_grad(loss_fn)
+    grad_fn, eval_fn = fp.value_and_grad(loss_fn), loss_fn
     if options.microbatches > 1:
         grad_fn = fp.accumulate(grad_fn, num_microbatches=options.microbatches)
+        eval_fn = fp.accumulate(loss_fn, num_microbatches=options.microbatches)
 
     def init_state(key: Tensor) -> Any:
         params = model.init_params(key, cfg, dtype=dtype)
@@ -55,7 +56,7 @@ def make_functions(options: Options) -> Functions:
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), {"loss": loss}
 
     def evaluate(params: Any, batch: Batch) -> Any:
-        return loss_fn(params, batch)
+        return eval_fn(params, batch)
 
     def gradients(params: Any, batch: Batch) -> tuple[Tensor, Any]:
         return grad_fn(params, batch)

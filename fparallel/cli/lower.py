@@ -19,7 +19,14 @@ _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "per
 def lower(options: Options) -> None:
     """Prints schedule, memory and communication of the training step; with ``--json`` only the bytes."""
     mesh, rules, functions = options.make_mesh("abstract"), options.make_rules(), make_functions(options)
-    step = fp.jit(functions.train_step, mesh=mesh, rules=rules, donate_argnums=0, compile=options.compile)
+    step = fp.jit(
+        functions.train_step,
+        mesh=mesh,
+        rules=rules,
+        donate_argnums=0,
+        pipeline=options.pipeline,
+        compile=options.compile,
+    )
     state = fp.eval_shape(functions.init_state, fp.ShapeDtypeStruct((2,), torch.int64))
     lowered = step.lower(state, example_batch(options))
     schedule = lowered.schedule

@@ -19,7 +19,7 @@ __all__ = ["Options"]
 
 _MODELS: dict[str, ModuleType] = {"gpt": gpt, "llama": llama}
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
-_DATA_AXIS, _TENSOR_AXIS = "dp", "tp"
+_DATA_AXIS, _PIPELINE_AXIS, _TENSOR_AXIS = "dp", "pp", "tp"
 
 
 class UsageError(FparallelError, ValueError):
@@ -62,6 +62,10 @@ class Options:
 
     microbatches: int = 1
     """Parts of the batch that a step computes one after the other: activations of one part at a time."""
+
+    pipeline: str = "1f1b"
+    """The order of a pipeline over a mesh axis pp: 1f1b, gpipe, interleaved (interleaved:3 for 3 chunks a rank), zb_h1
+    or zb_v."""
 
     steps: int = 300
     """Training steps."""
@@ -211,6 +215,8 @@ class Options:
             logical |= dict.fromkeys(("heads", "mlp", "vocab"), _TENSOR_AXIS)
             if self.model == "llama":
                 logical["kv_heads"] = _TENSOR_AXIS
+        if _PIPELINE_AXIS in shape:
+            logical["layers"] = _PIPELINE_AXIS
         logical |= self._extra_rules()
         used = {_DATA_AXIS} if self.zero_stage else set()
         for axes in logical.values():
@@ -219,7 +225,7 @@ class Options:
             if name not in used:
                 raise MeshError(
                     f"--mesh {self.mesh}: no rule shards anything over {name!r}",
-                    fix=f"call the axis dp or tp, or say what it shards, such as --rules batch={name}",
+                    fix=f"call the axis dp, pp or tp, or say what it shards, such as --rules batch={name}",
                 )
         rules = fp.Rules(**logical)
         if not self.zero_stage:

@@ -45,7 +45,9 @@ def train(options: Options) -> None:
     first = fp.process_index() == 0
 
     def jit(function: Callable[..., Any], rules: Any = rules, **kw: Any) -> Any:
-        return fp.jit(function, mesh=mesh, rules=rules, compile=options.compile, **kw)
+        return fp.jit(
+            function, mesh=mesh, rules=rules, pipeline=options.pipeline, compile=options.compile, **kw
+        )
 
     init = jit(functions.init_state, rules)
     step = jit(functions.train_step, donate_argnums=0)

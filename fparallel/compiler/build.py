@@ -8,35 +8,51 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fparallel.compiler.context import Context, Template
-from fparallel.compiler.local import Call, Comm, Item, Local, Op, drop_dead, map_locals
-from fparallel.compiler.memory import Split, split, whole_view
+from fparallel.compiler.local import (
+    At,
+    Call,
+    Comm,
+    Item,
+    Local,
+    Op,
+    Role,
+    Roles,
+    Step,
+    Transfer,
+    drop_dead,
+    map_locals,
+)
+from fparallel.compiler.memory import Halves, Split, halve, split, whole_view
 from fparallel.compiler.storage import results_in_place, sums_in_place
-from fparallel.schedule.ir import Buffer, Collective, Instr, Program, Run, Schedule
+from fparallel.schedule.ir import Buffer, Collective, Instr, Program, Recv, Run, Schedule, Send
 from fparallel.schedule.segment import LocalOp, Ref, Segment
+
+Other = Comm | Call | Transfer
 
 
 @dataclass(eq=False)
 class Piece:
-    """A segment and the Locals that it reads and gives out; `micro`: the micro-batch that it is of."""
+    """A segment and the Locals that it reads and gives out; `micro`, `task`: what it is of, in a loop."""
 
     segment: Segment
     ins: list[Local]
     outs: list[Local]
     micro: int | None = None
+    task: At | None = None
 
 
 @dataclass
 class Plan:
     """Pieces, collectives and block calls in the order in which they issue."""
 
-    steps: list[Piece | Comm | Call] = field(default_factory=list)
+    steps: list[Piece | Other] = field(default_factory=list)
 
 
 @dataclass
@@ -47,12 +63,12 @@ class Lowered:
     constants: dict[str, torch.Tensor]
 
 
-def group(items: Sequence[Item]) -> list[list[Op] | Comm | Call]:
-    """Collectives and calls in order, between them lists of ops; an op precedes the collectives that it can.
+def group(items: Sequence[Step]) -> list[list[Op] | Other]:
+    """Collectives, transfers and calls in order, between them lists of ops; an op precedes those that it can.
 
     The first op that reads what an early collective gives begins a new list: what stands before it need not wait.
     """
-    groups: list[list[Op] | Comm | Call] = []
+    groups: list[list[Op] | Other] = []
     pending: list[Op] = []
     made: set[Local] = set()
     early = {item.dst for item in items if isinstance(item, Comm) and item.early}
@@ -60,7 +76,8 @@ def group(items: Sequence[Item]) -> list[list[Op] | Comm | Call]:
         if isinstance(item, Op):
             reads_early = bool(early) and not early.isdisjoint(item.inputs)
             early = set() if reads_early else early
-            if pending and (reads_early or pending[-1].phase != item.phase):
+            apart = pending and (pending[-1].phase != item.phase or pending[-1].task != item.task)
+            if pending and (reads_early or apart):
                 groups.append(pending)
                 pending, made = [], set()
             pending.append(item)
@@ -74,7 +91,7 @@ def group(items: Sequence[Item]) -> list[list[Op] | Comm | Call]:
     return [*groups, pending] if pending else groups
 
 
-def retake_views(groups: list[list[Op] | Comm | Call]) -> list[list[Op] | Comm | Call]:
+def retake_views(groups: list[list[Op] | Other]) -> list[list[Op] | Other]:
     """A segment that reads a view made in an earlier one takes it again of its base: views are not buffers."""
     views = {
         out: op
@@ -84,7 +101,7 @@ def retake_views(groups: list[list[Op] | Comm | Call]) -> list[list[Op] | Comm |
         if whole_view(op)
         for out in op.outs
     }
-    result: list[list[Op] | Comm | Call] = []
+    result: list[list[Op] | Other] = []
     for step in groups:
         if not isinstance(step, list) or all(views.keys().isdisjoint(op.inputs) for op in step):
             result.append(step)
@@ -126,7 +143,8 @@ class Builder:
         self.instrs: list[Instr] = []
         self.names: dict[Local, str] = {}
         self.templates: dict[int, tuple[Split, Plan, Plan]] = {}
-        self.unread: dict[tuple[int, bool], frozenset[int]] = {}
+        self.halves: dict[int, tuple[Halves, Plan, Plan]] = {}
+        self.unread: dict[tuple[int, bool, str], frozenset[int]] = {}
         self.counts: dict[str, Any] = {}
         self.numbers: dict[str, int] = {}  # by label, how many segments have it
         self.alike: dict[Any, Segment] = {}  # segments of micro-batches by what they are
@@ -134,7 +152,7 @@ class Builder:
 
     # -------------------------------------------------------------- segments
 
-    def plan(self, items: Sequence[Item], results: Iterable[Local], label: str) -> Plan:
+    def plan(self, items: Sequence[Step], results: Iterable[Local], label: str) -> Plan:
         """Groups ops into segments between the collectives and calls that need them."""
         wanted = set(results)
         groups = retake_views(group(items))
@@ -159,6 +177,7 @@ class Builder:
 
     def piece(self, ops: Sequence[Op], outs: list[Local], label: str) -> Piece:
         """One segment of consecutive ops. Results that would share memory with an input or another are copied."""
+        task = ops[0].task
         defined = {out for op in ops for out in op.outs if out is not None}
         ins = list(dict.fromkeys(value for op in ops for value in op.inputs if value not in defined))
         index = {value: i for i, value in enumerate(ins)}
@@ -192,6 +211,8 @@ class Builder:
             else:
                 taken.add(root[out])
                 results.append(index[out])
+        if task is not None:
+            label = f"{task.kind}.stage{task.stage}"
         number = self.numbers.get(label, 0)
         segment = Segment(
             f"{label}.{number}",
@@ -201,8 +222,8 @@ class Builder:
             tuple(results),
             sum(op.flops for op in ops),
         )
-        micros = {op.micro for op in ops} - {None}
-        micro = micros.pop() if len(micros) == 1 else None
+        micros = {op.micro for op in ops if op.task is None} - {None}
+        micro = task.micro if task is not None else micros.pop() if len(micros) == 1 else None
         if micro is not None:  # another micro-batch may have had the same
             sources = tuple(op.source for op in local_ops)
             key = (segment.inputs, segment.outputs, segment.fingerprint, sources)
@@ -210,22 +231,44 @@ class Builder:
         if segment.name not in self.segments:
             self.numbers[label] = number + 1
             self.segments[segment.name] = segment
-        return Piece(segment, ins, outs, micro)
+        return Piece(segment, ins, outs, micro, task)
 
     def find_unread(self, call: Call) -> None:
         """What a call does not read need not be gathered for it."""
-        key = (id(call.block), call.backward)
+        block = call.block
+        key = (id(block), call.backward, call.half)
         if key not in self.unread:
-            parts = self.template(call.block)[0]
-            items, results = (
-                (parts.backward, call.block.grads) if call.backward else (parts.forward, call.block.outputs)
-            )
-            read = {value for item in items for value in item.inputs}.union(
-                results, () if call.backward else parts.residuals
-            )
-            formal = call.block.inputs + (call.block.tangents if call.backward else [])
+            parts = split(block)
+            items, results = parts.forward, [*block.outputs, *parts.residuals]
+            if call.backward:
+                items, results = parts.backward, block.grads
+            if call.half:
+                halves = halve(block)
+                items = halves.first if call.half == "B" else halves.second
+                results = halves.given(call.half) + (halves.carried if call.half == "B" else [])
+            read = {value for item in items for value in item.inputs}.union(results)
+            formal = block.inputs + (block.tangents if call.backward else [])
             self.unread[key] = frozenset(i for i, value in enumerate(formal) if value not in read)
         call.unread = self.unread[key]
+
+    def backward(self, template: Template, half: str) -> tuple[Plan, list[Local], list[Local]]:
+        """The plan of a backward or of a half of it; what it reads of what came before; what it leaves for W."""
+        parts, _, whole = self.template(template)
+        if not half:
+            return whole, parts.residuals, []
+        if id(template) not in self.halves:
+            halves = halve(template)
+            name = f"{template.name}{template.index}"
+            first = self.plan(halves.first, [*halves.given("B"), *halves.carried], f"B.{name}")
+            self.halves[id(template)] = (
+                halves,
+                first,
+                self.plan(halves.second, halves.given("W"), f"W.{name}"),
+            )
+        halves, first, second = self.halves[id(template)]
+        if half == "B":
+            return first, parts.residuals, [*halves.carried, *halves.given("B")]
+        return second, [*parts.residuals, *halves.carried, *halves.given("B")], []
 
     def template(self, template: Template) -> tuple[Split, Plan, Plan]:
         key = id(template)
@@ -279,7 +322,9 @@ class Builder:
                 ins = tuple(name(value) for value in step.ins)
                 outs = tuple(name(value) for value in step.outs)
                 named = label or step.segment.name
-                if step.micro is not None and not label:
+                if step.task is not None:
+                    named = f"{step.task.kind} stage{step.task.stage}.mb{step.task.micro}"
+                elif step.micro is not None and not label:
                     named += f" mb{step.micro}"
                 self.instrs.append(Run(step.segment.name, ins, outs, named))
             elif isinstance(step, Comm):
@@ -295,13 +340,17 @@ class Builder:
                         step.source,
                     )
                 )
+            elif isinstance(step, Transfer):
+                values = tuple(name(value) for value in step.values)
+                made = Send if step.kind == "send" else Recv
+                self.instrs.append(made(step.axis, step.peer, values, step.cause))
             else:
                 self.call(step, name)
 
     def call(self, call: Call, name: Any) -> None:
         """Instantiates a block's forward or backward."""
         template: Template = call.block
-        parts, forward, backward = self.template(template)
+        parts, forward, _ = self.template(template)
         saved = call.saved
         key = (id(template), saved.index if saved.like is None else saved.like)
         if key not in self.call_numbers:
@@ -313,14 +362,15 @@ class Builder:
         pairs = enumerate(zip(formal, call.ins, strict=True))
         inner = {own: name(value) for i, (own, value) in pairs if i not in call.unread}
         names: dict[Local, str] = call.saved.names  # type: ignore[assignment]
+        left: list[Local] = []
         if call.backward:
-            for residual in parts.residuals:
-                inner[residual] = names[residual]
-            for formal_out in template.outputs:
-                if formal_out in names:
-                    inner.setdefault(formal_out, names[formal_out])
-            results = list(zip(template.grads, call.outs, strict=True))
-            plan, label = backward, f"B {prefix}"
+            plan, earlier, left = self.backward(template, call.half)
+            grads = halve(template).given(call.half) if call.half else template.grads
+            for value in [*earlier, *template.outputs]:
+                if value in names:
+                    inner.setdefault(value, names[value])
+            results = list(zip(grads, call.outs, strict=True))
+            label = f"{call.half or 'B'} {prefix}"
         else:
             results = list(zip(template.outputs, call.outs, strict=True))
             plan, label = forward, f"F {prefix}"
@@ -334,8 +384,9 @@ class Builder:
         for formal_out, actual in passed:
             self.copy(inner[formal_out], actual, name(actual), label)
         if not call.backward:
-            for value in [*parts.residuals, *template.outputs]:
-                names[value] = inner[value]
+            left = [*parts.residuals, *template.outputs]
+        for value in left:
+            names[value] = inner[value]
 
     def copy(self, src: str, local: Local, dst: str, label: str) -> None:
         """A block output that is one of its inputs, or the same as another output, gets a buffer of its own."""
@@ -355,6 +406,7 @@ def build(
     results: Sequence[Local],
     donated: Sequence[bool],
     same_place: Sequence[int | None],
+    place: Callable[[list[Item]], Roles] | None = None,
 ) -> Lowered:
     """The schedule of a partitioned program, with no waits and frees yet (the passes add them).
 
@@ -362,6 +414,7 @@ def build(
       arguments, results: the Locals of the step's flattened arguments and outputs.
       donated: per argument.
       same_place: per result the argument whose memory it may take over, or None.
+      place: divides the items among the ranks of a pipeline.
     """
     builder = Builder(context)
     for local in arguments:
@@ -370,34 +423,60 @@ def build(
         if isinstance(item, Call):
             builder.find_unread(item)
     items = drop_dead(items, results)
-    constants = {}
+    given = {}
     for local, tensor in context.constants.items():
-        constants[builder.name(local, local.name, "constant")] = tensor
-    plan = builder.plan(items, results, "step")
-    builder.emit(plan, builder.names, "", "")
-    result_names = _results(builder, results)
-    used = {name for instr in builder.instrs for name in instr.reads} | set(result_names)
-    constants = {name: tensor for name, tensor in constants.items() if name in used}
-    argument_names = [builder.names[local] for local in arguments]
-    buffers = {n: b for n, b in builder.buffers.items() if b.kind != "constant" or n in constants}
-    donated_names = frozenset(name for name, flag in zip(argument_names, donated, strict=True) if flag)
-    instrs = results_in_place(
-        builder.instrs, buffers, argument_names, result_names, donated_names, same_place
-    )
-    instrs = sums_in_place(instrs, buffers, builder.segments)
-    for name in result_names:
-        if buffers[name].kind == "temp":
-            buffers[name] = Buffer(name, buffers[name].dtype, buffers[name].layout, "result")
-    program = Program((), (*argument_names, *constants), tuple(result_names), donated_names, tuple(instrs))
-    used_segments = {i.segment for i in instrs if isinstance(i, Run)}
-    segments = {n: s for n, s in builder.segments.items() if n in used_segments or n in context.map_bodies}
-    return Lowered(Schedule(context.mesh, buffers, segments, (program,)), constants)
+        given[builder.name(local, local.name, "constant")] = tensor
+    everything = Role((), list(items), [True] * len(arguments), [True] * len(results))
+    roles = place(items) if place is not None else Roles([everything], list(results))
+    programs = [
+        _program(builder, role, arguments, roles.results, donated, same_place, given) for role in roles.roles
+    ]
+    used = {name for program in programs for name in program.arguments}
+    buffers = {n: b for n, b in builder.buffers.items() if b.kind != "constant" or n in used}
+    for program in programs:
+        for name in program.results:
+            if buffers[name].kind == "temp":
+                buffers[name] = dataclasses.replace(buffers[name], kind="result")
+    run = {i.segment for program in programs for i in program.instrs if isinstance(i, Run)}
+    segments = {n: s for n, s in builder.segments.items() if n in run or n in context.map_bodies}
+    constants = {name: tensor for name, tensor in given.items() if name in used}
+    return Lowered(Schedule(context.mesh, buffers, segments, tuple(programs)), constants)
 
 
-def _results(builder: Builder, results: Sequence[Local]) -> list[str]:
+def _program(
+    builder: Builder,
+    role: Role,
+    arguments: Sequence[Local],
+    results: Sequence[Local],
+    donated: Sequence[bool],
+    same_place: Sequence[int | None],
+    constants: Mapping[str, torch.Tensor],
+) -> Program:
+    """The program of one role."""
+    builder.instrs = []
+    mine = {i: local for i, local in enumerate(results) if role.results[i]}
+    builder.emit(builder.plan(role.items, mine.values(), "step"), builder.names, "", "")
+    result_names = _results(builder, mine)
+    read = {name for instr in builder.instrs for name in instr.reads} | set(result_names)
+    held = [i for i, here in enumerate(role.arguments) if here]
+    position = {at: i for i, at in enumerate(held)}
+    names = [builder.names[arguments[i]] for i in held]
+    donated_names = frozenset(name for i, name in zip(held, names, strict=True) if donated[i])
+    places = [
+        None if at is None else position.get(at)
+        for at, here in zip(same_place, role.results, strict=True)
+        if here
+    ]
+    instrs = results_in_place(builder.instrs, builder.buffers, names, result_names, donated_names, places)
+    instrs = sums_in_place(instrs, builder.buffers, builder.segments)
+    used = [name for name in constants if name in read]
+    return Program(role.at, (*names, *used), tuple(result_names), donated_names, tuple(instrs))
+
+
+def _results(builder: Builder, results: Mapping[int, Local]) -> list[str]:
     """The buffers of the outputs, each its own: a value returned twice, or a constant, is copied."""
     names: dict[str, None] = {}
-    for i, local in enumerate(results):
+    for i, local in results.items():
         name = builder.name(local, f"out.{i}")
         if name in names or builder.buffers[name].kind == "constant":
             fresh = f"out.{i}"

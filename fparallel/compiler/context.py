@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,10 @@ from fparallel.compiler.propagate import Choice
 from fparallel.compiler.rules import Rule
 from fparallel.layout import Layout
 from fparallel.mesh import Axis, Mesh
+
+if TYPE_CHECKING:
+    from fparallel.compiler.memory import Halves, Split
+    from fparallel.compiler.stages import Pipeline
 
 
 @dataclass
@@ -43,6 +47,8 @@ class Template:
     grads: list[Local]
     grad_inputs: tuple[int, ...]
     calls: int = 0
+    parts: Split | None = None
+    halves: Halves | None = None
 
 
 @dataclass
@@ -68,8 +74,10 @@ class Context:
         atoms: Mapping[str, tuple[Axis, ...]],
         program: Program,
         constrain: Callable[[Any, tuple[int, ...]], Layout],
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.mesh = mesh
+        self.pipeline = pipeline
         self.atoms = atoms
         self.program = program
         self.constrain = constrain

@@ -303,3 +303,9 @@ class Program:
             for k, body in enumerate(m.bodies)
         ]
         return "\n\n".join(parts)
+
+
+def has_gradients(program: Program) -> bool:
+    """Whether a step differentiates anything."""
+    graphs = [program.graph, *(loop.graph for loop in program.loops)]
+    return any(node.target == MARK_GRADS for graph in graphs for node in graph.nodes)

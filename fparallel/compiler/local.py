@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -13,7 +13,18 @@ from fparallel._compat import cached_property
 from fparallel.layout import Layout, typed
 from fparallel.mesh import Axis
 
+BOUNDARY = "local.boundary"  # the identity; what depends on it is of the next stage
+
 _ids = itertools.count()
+
+
+class At(NamedTuple):
+    """The place of an item in a pipeline: a task of a loop. `stage` None: every stage that needs it makes it."""
+
+    loop: int
+    stage: int | None = None
+    kind: str = "F"
+    micro: int = 0
 
 
 class Local:
@@ -54,6 +65,7 @@ class Op:
       view: it may share the first operand's memory.
       at_once: it should run before the next block, because that frees memory.
       micro: the micro-batch that it is of.
+      task: in a loop of a pipeline.
     """
 
     target: str
@@ -66,6 +78,7 @@ class Op:
     flops: int = 0
     at_once: bool = False
     micro: int | None = None
+    task: At | None = None
 
     @cached_property
     def inputs(self) -> list[Local]:
@@ -85,6 +98,7 @@ class Comm:
     source: str = ""
     phase: str = "F"
     early: bool = False
+    task: At | None = None
 
     @property
     def inputs(self) -> list[Local]:
@@ -99,7 +113,8 @@ class Comm:
 class Call:
     """A call of a block's forward or backward. `saved` is shared by the two and carries the residuals.
 
-    `unread` holds the positions in `ins` that this direction does not read.
+    `unread` holds the positions in `ins` that this direction does not read. `half`: "B" for the gradients that earlier
+    blocks wait for, "W" for those of parameters, "" for all.
     """
 
     block: Any
@@ -110,6 +125,8 @@ class Call:
     source: str = ""
     phase: str = "F"
     unread: frozenset[int] = frozenset()
+    half: str = ""
+    task: At | None = None
 
     @property
     def inputs(self) -> list[Local]:
@@ -129,7 +146,52 @@ class Saved:
     names: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
+class Transfer:
+    """Values sent to, or received from, the rank `peer` along the pipeline axis."""
+
+    kind: str
+    axis: Axis
+    peer: int
+    values: list[Local]
+    cause: str = ""
+    phase: str = "F"
+    task: At | None = None
+
+    @property
+    def inputs(self) -> list[Local]:
+        return self.values if self.kind == "send" else []
+
+    @property
+    def outs(self) -> list[Local]:
+        return self.values if self.kind == "recv" else []
+
+
 Item = Op | Comm | Call
+Step = Item | Transfer
+
+
+@dataclass
+class Role:
+    """What the ranks of one role run: all ranks, or those at one coordinate of a pipeline.
+
+    Attributes:
+      at: the coordinate, as in `Program.role`.
+      arguments, results: which of the step's flattened arguments and outputs they hold.
+    """
+
+    at: tuple[tuple[str, int], ...]
+    items: list[Step]
+    arguments: list[bool]
+    results: list[bool]
+
+
+@dataclass
+class Roles:
+    """All roles, and the Locals of the outputs."""
+
+    roles: list[Role]
+    results: list[Local]
 
 
 def locals_of(arg: Any, into: list[Local]) -> list[Local]:

@@ -23,14 +23,18 @@ from fparallel.compiler.graph import (
     Value,
     map_values,
 )
-from fparallel.compiler.local import Local
+from fparallel.compiler.local import Item, Local
+from fparallel.compiler.local import Roles as Placement
 from fparallel.compiler.maps import fuse_maps
 from fparallel.compiler.partition import Partitioner
+from fparallel.compiler.pipeline import Projection
 from fparallel.compiler.rules import find_rule
+from fparallel.compiler.stages import Pipeline
 from fparallel.layout import Layout, mesh_atoms, same
 from fparallel.mesh import Mesh
 from fparallel.rules import LeafPlan
 from fparallel.schedule.ir import Schedule
+from fparallel.staging import Staging
 
 
 @dataclass
@@ -40,6 +44,7 @@ class LoweredProgram:
     schedule: Schedule
     constants: dict[str, torch.Tensor]
     out_layouts: list[Layout]
+    out_homes: list[int | None]
     decisions: list[Decision]
 
 
@@ -52,6 +57,8 @@ def lower_program(
     donated: Sequence[bool],
     same_place: Sequence[int | None],
     constrain: Callable[[Any, tuple[int, ...]], Layout],
+    staging: Staging | None = None,
+    out_homes: Sequence[int | str | None] = (),
 ) -> LoweredProgram:
     """Lowers a program whose inputs lie as planned.
 
@@ -61,6 +68,9 @@ def lower_program(
       names: the paths of the outputs, for messages.
       donated, same_place: see `build`.
       constrain: the layout of a sharding constraint for a shape.
+      staging: how the program is cut into the stages of a pipeline. The `home` of each of `inputs` is settled here.
+      out_homes: per output the pipeline rank that it goes to, None for all, "any" where it comes out. What
+        replaces an argument goes where that lies.
     """
     fuse_maps(program)
     graph = program.graph
@@ -71,7 +81,12 @@ def lower_program(
         split = layout.split_axes(atoms)
         return Layout.of(split.dims, split.unreduced)
 
-    context = Context(mesh, atoms, program, lambda spec, shape: atomic(constrain(spec, shape)))
+    pipeline = None
+    if staging is not None:
+        pipeline = Pipeline(
+            mesh.axis(staging.axis), staging.order, {}, staging.lengths(inputs), staging.given
+        )
+    context = Context(mesh, atoms, program, lambda spec, shape: atomic(constrain(spec, shape)), pipeline)
     roles = Roles()
     partitioner = Partitioner(context, roles)
     arguments = []
@@ -82,6 +97,8 @@ def lower_program(
         is_param = plan.role == "params"
         local = Local(plan.dtype, storage, plan.path, pinned=is_param, static=is_param)
         arguments.append(local)
+        if pipeline is not None and plan.layer is not None:
+            pipeline.layer_of[local] = (plan.layer.list, plan.layer.index)
         partitioner.env[value] = [local]
         if is_param:
             params[plan.path] = plan
@@ -112,10 +129,43 @@ def lower_program(
         for value, layout, name in zip(graph.outputs, wanted, names, strict=True)
     ]
     items = early_collectives(partitioner.items, arguments)
-    built = build(context, items, arguments, results, donated, same_place)
+    homes: list[int | None] = [None] * len(results)
+    place = None
+    if pipeline is not None:
+        place = _projection(pipeline, mesh, inputs, arguments, results, same_place, out_homes, homes)
+    built = build(context, items, arguments, results, donated, same_place, place)
     return LoweredProgram(
-        built.schedule, built.constants, [local.layout for local in results], context.decisions
+        built.schedule, built.constants, [local.layout for local in results], homes, context.decisions
     )
+
+
+def _projection(
+    pipeline: Pipeline,
+    mesh: Mesh,
+    inputs: Sequence[LeafPlan],
+    arguments: Sequence[Local],
+    results: Sequence[Local],
+    same_place: Sequence[int | None],
+    wanted: Sequence[int | str | None],
+    homes: list[int | None],
+) -> Callable[[list[Item]], Placement]:
+    """Settles where the arguments lie; gives what places the items, which notes where the outputs lie in `homes`."""
+    by_path: dict[str, int] = {}
+    for plan, local in zip(inputs, arguments, strict=True):
+        if plan.home is not None:
+            plan.home = by_path[plan.path] = pipeline.home(local, plan.home)
+    for plan in inputs:
+        if plan.home is not None and plan.mirrors:
+            plan.home = by_path[plan.mirrors]
+    lie = {local: plan.home for local, plan in zip(arguments, inputs, strict=True)}
+    wishes = [wish if at is None else inputs[at].home for at, wish in zip(same_place, wanted, strict=True)]
+
+    def place(items: list[Item]) -> Placement:
+        projection = Projection(pipeline, mesh, items, lie, results, wishes)
+        homes[:] = projection.out_homes
+        return projection.roles()
+
+    return place
 
 
 def _named_layouts(

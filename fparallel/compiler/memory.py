@@ -3,12 +3,13 @@
 The joint local program of a block is split into a forward F and a backward B. B reads residuals, which F gives out.
 What depends on parameters and constants alone is made again in B, a view is taken again of what it views, and a
 gathered activation is gathered again from its shard, so that what is kept is always the shard. A view that is a small
-part of its base is kept instead of the base.
+part of its base is kept instead of the base. Where a pipeline's order asks for it, the backward is cut once more in
+the same way, into the gradients that earlier blocks wait for and those of the block's parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fparallel.compiler.context import Template
@@ -22,12 +23,33 @@ class Split:
     Attributes:
       forward, backward: their items.
       residuals: what F gives out for B beside its outputs.
-      reads: the inputs of the block that F (B) reads.
     """
 
     forward: list[Item]
     backward: list[Item]
     residuals: list[Local]
+
+
+@dataclass
+class Halves:
+    """A backward split into B, the gradients that other blocks wait for, and W, those of parameters.
+
+    Attributes:
+      first, second: the items of B and W.
+      carried: what B gives out for W beside its gradients.
+      grads: the gradients of the block.
+      gives: per gradient whether B gives it; W gives the others.
+    """
+
+    first: list[Item]
+    second: list[Item]
+    carried: list[Local]
+    grads: list[Local]
+    gives: list[bool]
+
+    def given(self, half: str) -> list[Local]:
+        """The gradients that B (or W) gives."""
+        return [grad for grad, first in zip(self.grads, self.gives, strict=True) if first == (half == "B")]
 
 
 def whole_view(op: Item) -> bool:
@@ -39,17 +61,54 @@ def whole_view(op: Item) -> bool:
 
 
 def split(template: Template) -> Split:
-    """Splits a block's joint program; see the module docstring for what is kept."""
-    forward = drop_dead(template.items, template.outputs)
+    """A block's forward and backward; see the module docstring for what is kept."""
+    if template.parts is None:
+        template.parts = _split(template)
+    return template.parts
+
+
+def _split(template: Template) -> Split:
+    forward, backward, residuals, template.grads = divide(template.items, template.outputs, template.grads)
+    return Split(forward, backward, residuals)
+
+
+def halve(template: Template) -> Halves:
+    """The backward of a block in two; what B makes on the way to other gradients it gives, too."""
+    if template.halves is None:
+        backward = split(template).backward
+        grads = template.grads
+        pinned = [template.inputs[i].pinned for i in template.grad_inputs]
+        needed = drop_dead(backward, [g for g, of_param in zip(grads, pinned, strict=True) if not of_param])
+        made = {out for item in needed for out in item.outs}
+        gives = [not of_param or g in made for g, of_param in zip(grads, pinned, strict=True)]
+        first = [g for g, now in zip(grads, gives, strict=True) if now]
+        second = [g for g, now in zip(grads, gives, strict=True) if not now]
+        one, two, carried, second = divide(backward, first, second)
+        left = iter(second)
+        grads = [g if now else next(left) for g, now in zip(grads, gives, strict=True)]
+        template.halves = Halves(one, two, carried, grads, gives)
+    return template.halves
+
+
+def divide(
+    items: Sequence[Item], outputs: Sequence[Local], results: Sequence[Local]
+) -> tuple[list[Item], list[Item], list[Local], list[Local]]:
+    """Cuts items into those on which `outputs` depend, and then those for `results`.
+
+    Returns:
+      (first items, second items, what the second read of the first beside `outputs`, the results as the second make
+      them).
+    """
+    forward = drop_dead(items, outputs)
     in_forward = {id(item) for item in forward}
-    maker = {out: item for item in template.items for out in item.outs if out is not None}
-    outputs = set(template.outputs)
+    maker = {out: item for item in items for out in item.outs if out is not None}
+    given = set(outputs)
     residuals: list[Local] = []
     again: dict[Local, Local] = {}
     backward: list[Item] = []
 
     def fetch(value: Local) -> Local:
-        """The value as B sees it: a residual, an input, or made again."""
+        """The value as the second part sees it: a residual, an input, or made again."""
         if value in again:
             return again[value]
         item = maker.get(value)
@@ -59,7 +118,7 @@ def split(template: Template) -> Split:
         remade = isinstance(item, Op) and (
             whole_view(item) or all(x.static for x in item.outs if x is not None)
         )
-        if value in outputs and not remade:
+        if value in given and not remade:
             again[value] = value
             return value
         regathered = isinstance(item, Comm) and item.kind == "all_gather"
@@ -75,17 +134,14 @@ def split(template: Template) -> Split:
                 again[old] = new
         return again[value]
 
-    for item in template.items:
+    for item in items:
         if id(item) in in_forward:
             continue
         backward.append(_with_inputs(item, fetch))
-    grads = []
-    for grad in template.grads:
-        grads.append(fetch(grad))
-    template.grads = grads
-    backward = drop_dead(backward, grads)
-    used = {value for item in backward for value in item.inputs} | set(grads)
-    return Split(forward, backward, [value for value in residuals if value in used])
+    made = [fetch(result) for result in results]
+    backward = drop_dead(backward, made)
+    used = {value for item in backward for value in item.inputs} | set(made)
+    return forward, backward, [value for value in residuals if value in used], made
 
 
 def _copy(item: Op | Comm, fetch: Callable[[Local], Local]) -> Op | Comm:

@@ -16,10 +16,12 @@ import torch
 from fparallel.compiler.block_calls import gradient_hints
 from fparallel.compiler.context import Lazy, Roles
 from fparallel.compiler.graph import MARK_GRADS, LoopGraph, Node, Value
-from fparallel.compiler.local import Call, Comm, Item, Local, Op, Saved, drop_dead, map_locals
+from fparallel.compiler.local import At, Call, Comm, Item, Local, Op, Saved, drop_dead, map_locals
+from fparallel.compiler.memory import halve
 from fparallel.errors import ShardingError
 from fparallel.layout import Layout, typed
 from fparallel.microbatches import ROWS, wide
+from fparallel.schedule.orders import find_order
 
 if TYPE_CHECKING:
     from fparallel.compiler.partition import Partitioner
@@ -41,6 +43,7 @@ def accumulate(p: Partitioner, node: Node) -> None:
     results: list[Local] = []
     copies: _Copies | None = None
     rows: dict[int, list[Local]] = {k: [] for k, kind in enumerate(loop.kinds) if kind == ROWS}
+    begin = len(p.items)
     for m in range(loop.num):
         given = [_part(p, node, loop, value, m) for value in batch] + [
             _emit(p, node, torch.ops.fparallel.fold_in.int, (key, m), (2,), torch.int64) for key in keys
@@ -54,16 +57,18 @@ def accumulate(p: Partitioner, node: Node) -> None:
             results = [
                 _result(body, value, kind) for value, kind in zip(loop.graph.outputs, loop.kinds, strict=True)
             ]
-            copies = _Copies(p, drop_dead(body.items, results), results, formals, set(rows), node.source)
+            items = drop_dead(body.items, results)
+            copies = _Copies(p, items, results, formals, set(rows), node.source, loop.num)
         made = copies.run(m, actual)
         for k in rows:
             rows[k].append(made[k])
     assert copies is not None
+    copies.finish(begin)
     for k, (out, value) in enumerate(zip(node.outs, loop.graph.outputs, strict=True)):
         if k in rows:
             _in_order(p, node, loop, out, rows[k])
         else:
-            _finish(p, node, out, copies.sums[k], leaf_of.get(value))
+            _finish(p, node, out, copies.total(k), leaf_of.get(value))
 
 
 # ---------------------------------------------------------------- the body
@@ -116,7 +121,8 @@ class _Copies:
     """Copies of a body's items, one set for each micro-batch.
 
     Attributes:
-      sums: per result that is added up, the sum so far.
+      terms: per result the values of the body that it is the sum of.
+      totals: per result and such value the sum so far.
     """
 
     def __init__(
@@ -127,14 +133,26 @@ class _Copies:
         formals: Sequence[Local],
         rows: set[int],
         source: str,
+        num: int,
     ) -> None:
-        self.p, self.items, self.results, self.formals, self.source = p, items, results, formals, source
-        self.sums: dict[int, Local] = {}
+        self.p, self.results, self.formals, self.source = p, results, formals, source
+        self.totals: dict[tuple[int, Local], Local] = {}
         self.once: dict[Local, Local] = {}
         self.rows = rows
+        self.pipeline = p.context.pipeline
+        self.terms = {k: [local] for k, local in enumerate(results)}
+        self.at: dict[int, At | None] = {}
+        if self.pipeline is not None:
+            if find_order(self.pipeline.order, self.pipeline.ranks)[0].splits:
+                items = halve_calls(items)
+            stages = self.pipeline.assign(items, num, source)
+            items, self.terms, self.at = spread(items, stages, self.terms, rows, len(self.pipeline.plans) - 1)
+        self.items = items
         self.readers: dict[Local, list[int]] = {}
-        for k, local in enumerate(results):
-            self.readers.setdefault(local, []).append(k)
+        for k, locals_ in self.terms.items():
+            for local in locals_:
+                self.readers.setdefault(local, []).append(k)
+        self.waiting: dict[tuple[int, Local], dict[int, tuple[Local, str]]] = {}
         variant = set(formals)
         self.invariant: set[int] = set()
         for item in items:
@@ -150,7 +168,7 @@ class _Copies:
         saved: dict[int, Saved] = {}
         made = {out for item in self.items for out in item.outs if out is not None}
         for local in self.readers.keys() - made:
-            self.add(m, local, now, "F")
+            self.add(m, local, now, "F", None)
         for item in self.items:
             if id(item) not in self.invariant:
                 self.copy(item, m, now, saved)
@@ -159,7 +177,7 @@ class _Copies:
             for out in item.outs:
                 if out in self.readers:
                     assert out is not None
-                    self.add(m, out, now, item.phase)
+                    self.add(m, out, now, item.phase, self.at.get(id(item)))
         return [now.get(local, local) for local in self.results]
 
     def copy(
@@ -174,12 +192,14 @@ class _Copies:
             else Local(out.dtype, out.layout, out.name, pinned=out.pinned, static=out.static)
             for out in item.outs
         ]
+        at = self.at.get(id(item))
+        task = at._replace(micro=m) if at is not None else None
         if isinstance(item, Op):
             args, kwargs = map_locals(get, item.args), map_locals(get, item.kwargs)
-            new: Item = replace(item, args=args, kwargs=kwargs, outs=outs, micro=m)
+            new: Item = replace(item, args=args, kwargs=kwargs, outs=outs, micro=m, task=task)
         elif isinstance(item, Comm):
             assert outs[0] is not None
-            new = replace(item, src=get(item.src), dst=outs[0])
+            new = replace(item, src=get(item.src), dst=outs[0], task=task)
         else:
             if id(item.saved) not in saved:
                 saved[id(item.saved)] = Saved(item.block.calls, micro=m, like=item.saved.index)
@@ -189,6 +209,7 @@ class _Copies:
                 ins=[get(value) for value in item.ins],
                 outs=[out for out in outs if out is not None],
                 saved=saved[id(item.saved)],
+                task=task,
             )
         self.p.items.append(new)
         mapped = {
@@ -197,18 +218,145 @@ class _Copies:
         now.update(mapped)
         return mapped
 
-    def add(self, m: int, local: Local, now: dict[Local, Local], phase: str) -> None:
-        term = now.get(local, local)
+    def add(self, m: int, local: Local, now: dict[Local, Local], phase: str, at: At | None) -> None:
+        """Adds a term of micro-batch m to the sums that read it."""
         for k in self.readers[local]:
             if k in self.rows:
                 continue
-            if m == 0:
-                self.sums[k] = _cast(self.p, term, wide(term.dtype), self.source)
-                continue
-            total, large = Local(self.sums[k].dtype, term.layout), term.layout.max_local_numel > SMALL
-            args = (self.sums[k], term)
-            self.p.items.append(Op(ADD, args, {}, [total], self.source, phase, at_once=large, micro=m))
-            self.sums[k] = total
+            if self.micros(at) is None:
+                self.add_term((k, local), now.get(local, local), m, phase, at)
+            else:
+                self.waiting.setdefault((k, local), {})[m] = now.get(local, local), phase
+
+    def micros(self, at: At | None) -> list[int] | None:
+        """The order in which a rank of a pipeline runs the micro-batches of a task; None if it is the usual one."""
+        if at is None or at.stage is None or self.pipeline is None:
+            return None
+        plan = self.pipeline.plans[at.loop]
+        row = plan.rows[plan.place[at.stage]]
+        found = [task.micro for task in row if (task.kind, task.stage) == (at.kind, at.stage)]
+        return None if found == sorted(found) else found
+
+    def add_term(self, key: tuple[int, Local], term: Local, m: int, phase: str, at: At | None) -> None:
+        task = at._replace(micro=m) if at is not None else None
+        if key not in self.totals:
+            self.totals[key] = _cast(self.p, term, wide(term.dtype), self.source, task)
+            return
+        before = self.totals[key]
+        total, large = Local(before.dtype, term.layout), term.layout.max_local_numel > SMALL
+        args = (before, term)
+        self.p.items.append(Op(ADD, args, {}, [total], self.source, phase, at_once=large, micro=m, task=task))
+        self.totals[key] = total
+
+    def finish(self, begin: int) -> None:
+        """Adds what had to wait for its turn, and marks what every stage of a pipeline makes for itself."""
+        makers = {out: item for item in self.items for out in item.outs}
+        for key, terms in self.waiting.items():
+            at = self.at[id(makers[key[1]])]
+            for m in self.micros(at) or ():
+                term, phase = terms[m]
+                self.add_term(key, term, m, phase, at)
+        if self.pipeline is not None:
+            floating = At(len(self.pipeline.plans) - 1)
+            for item in self.p.items[begin:]:
+                item.task = item.task or floating
+
+    def total(self, k: int) -> Local:
+        """The sum of a result over all micro-batches."""
+        first, *rest = (self.totals[k, local] for local in self.terms[k])
+        for other in rest:
+            made = Local(first.dtype, first.layout)
+            self.p.items.append(Op("aten.add.Tensor", (first, other), {}, [made], self.source, "B"))
+            first = made
+        return first
+
+
+def spread(
+    items: Sequence[Item],
+    stages: Sequence[int | None],
+    terms: dict[int, list[Local]],
+    rows: set[int],
+    loop: int,
+) -> tuple[list[Item], dict[int, list[Local]], dict[int, At | None]]:
+    """The items with their tasks, and per result the terms of which it is the sum.
+
+    A gradient that is a sum over stages (of a parameter that several read) is added up per stage over all
+    micro-batches, so that it is sent once a step and not once for each.
+    """
+    stage_of = {id(item): stage for item, stage in zip(items, stages, strict=True)}
+    maker = {out: item for item in items for out in item.outs if out is not None}
+    more: list[Item] = []
+
+    def of(local: Local) -> int | None:
+        return stage_of[id(maker[local])] if local in maker else None
+
+    def split(local: Local) -> list[Local]:
+        item = maker.get(local)
+        if isinstance(item, Comm) and item.kind in ("reduce_scatter", "all_reduce") and item.reduce == "sum":
+            parts = split(item.src)
+            if len(parts) == 1:
+                return [local]
+            made = [replace(item, src=part, dst=Local(local.dtype, local.layout)) for part in parts]
+            for part, comm in zip(parts, made, strict=True):
+                stage_of[id(comm)] = of(part)
+                maker[comm.dst] = comm
+            more.extend(made)
+            return [comm.dst for comm in made]
+        adds = (
+            isinstance(item, Op)
+            and item.target == "aten.add.Tensor"
+            and len(item.args) == 2
+            and not item.kwargs
+        )
+        if (
+            not adds
+            or item is None
+            or any(x.layout != local.layout for x in item.inputs)
+            or len(item.inputs) != 2
+        ):
+            return [local]
+        parts = [part for value in item.inputs for part in split(value)]
+        return parts if len({of(part) for part in parts}) > 1 else [local]
+
+    found: dict[int, list[Local]] = {}
+    for k, (local,) in terms.items():
+        found[k] = [local] if k in rows else split(local)
+    wanted = [local for locals_ in found.values() for local in locals_]
+    items = drop_dead([*items, *more], wanted)
+    halved = any(isinstance(item, Call) and item.half for item in items)
+    readers: dict[Local, list[Item]] = {}
+    awaited: set[int] = set()  # backward items that other stages, or gradients of earlier blocks, wait for
+    at: dict[int, At | None] = {}
+    for item in reversed(items):
+        stage = stage_of[id(item)]
+        reading = [reader for out in item.outs if out is not None for reader in readers.get(out, ())]
+        if isinstance(item, Call) and item.half:
+            first = item.half == "B"
+        else:
+            first = any(id(reader) in awaited or stage_of[id(reader)] != stage for reader in reading)
+        if first:
+            awaited.add(id(item))
+        for value in item.inputs:
+            readers.setdefault(value, []).append(item)
+        backward = item.phase == "B" or (isinstance(item, Call) and item.backward)
+        kind = "F" if not backward else "B" if first or not halved else "W"
+        at[id(item)] = At(loop, stage, kind)
+    return items, found, at
+
+
+def halve_calls(items: Sequence[Item]) -> list[Item]:
+    """Every backward of a block as two: B, the gradients that earlier blocks wait for, and W, those of parameters."""
+    made: list[Item] = []
+    for item in items:
+        if not isinstance(item, Call) or not item.backward:
+            made.append(item)
+            continue
+        gives = halve(item.block).gives
+        for half in "BW":
+            outs = [out for out, first in zip(item.outs, gives, strict=True) if first == (half == "B")]
+            if outs:
+                made.append(replace(item, outs=outs, half=half))
+    return made
 
 
 # ---------------------------------------------------------------- into and out of the loop
@@ -272,11 +420,11 @@ def _finish(p: Partitioner, node: Node, out: Value, total: Local, leaf: tuple[Va
     p.env[out] = [_cast(p, total, out.dtype, node.source)]
 
 
-def _cast(p: Partitioner, local: Local, dtype: torch.dtype, source: str) -> Local:
+def _cast(p: Partitioner, local: Local, dtype: torch.dtype, source: str, task: At | None = None) -> Local:
     if local.dtype == dtype:
         return local
     made = Local(dtype, local.layout)
-    p.items.append(Op("aten._to_copy.default", (local,), {"dtype": dtype}, [made], source, "B"))
+    p.items.append(Op("aten._to_copy.default", (local,), {"dtype": dtype}, [made], source, "B", task=task))
     return made
 
 

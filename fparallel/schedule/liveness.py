@@ -127,7 +127,8 @@ class _Checker:
             self.fail(
                 number, f"double write: {name} has been written before", "give each value a name of its own"
             )
-        if buffer.kind not in ("temp", "result"):
+        received = buffer.kind == "argument" and name not in self.arguments  # another role's
+        if buffer.kind not in ("temp", "result") and not received:
             self.fail(
                 number,
                 f"{buffer.kind} overwritten: {name} is no temp and no result",

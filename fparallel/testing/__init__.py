@@ -25,7 +25,7 @@ from fparallel.testing.equivalence import (
 from fparallel.testing.problems import Problem, build, check
 
 if TYPE_CHECKING:
-    from fparallel.testing.strategies import cases, meshes, models, rules_for, whole_cases
+    from fparallel.testing.strategies import cases, meshes, models, pipelined_cases, rules_for, whole_cases
 
 __all__ = [
     "Block",
@@ -41,11 +41,12 @@ __all__ = [
     "differences",
     "meshes",
     "models",
+    "pipelined_cases",
     "rules_for",
     "whole_cases",
 ]
 
-_STRATEGIES = ("cases", "meshes", "models", "rules_for", "whole_cases")
+_STRATEGIES = ("cases", "meshes", "models", "pipelined_cases", "rules_for", "whole_cases")
 
 
 def __getattr__(name: str) -> Any:

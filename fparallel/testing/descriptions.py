@@ -72,6 +72,7 @@ class Case:
       seed: of the key from which parameters and data are drawn.
       donate, steps: see `assert_equivalent`.
       microbatches, group: see `fp.accumulate`; 0 is a step without it.
+      pipeline: the order of `fp.jit`, for rules with "layers" on a mesh axis.
     """
 
     mesh: tuple[tuple[str, int], ...] = (("dp", 2),)
@@ -98,6 +99,7 @@ class Case:
     steps: int = 1
     microbatches: int = 0
     group: int = 1
+    pipeline: str | None = None
 
     def __repr__(self) -> str:
         """Only what is not the default."""

@@ -186,6 +186,7 @@ def check(case: Case, *, jit_init: bool = False, **options: Any) -> Any:
       EquivalenceError: with `check(Case(...))` as the line that reproduces it.
     """
     problem = build(case)
+    options.setdefault("pipeline", case.pipeline)
     args = problem.args if jit_init else (problem.init(problem.args[0]), *problem.args[1:])
     return assert_equivalent(
         problem.step,

@@ -190,6 +190,31 @@ def cases(
 
 
 @st.composite
+def pipelined_cases(
+    draw: st.DrawFn,
+    *,
+    orders: Sequence[str] = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"),
+    base: st.SearchStrategy[Case] | None = None,
+) -> Case:
+    """A training step of at least as many blocks as stages, on a mesh with a pipeline axis among the others."""
+    case = draw(base or cases(max_axes=2, max_ranks=4, microbatches=(1, 2, 3, 4), dropout=True))
+    order = draw(st.sampled_from(list(orders)))
+    ranks = draw(st.sampled_from([2, 2, 3, 4]))
+    stages = ranks * (2 if order in ("interleaved", "zb_v") else 1)
+    made = list(case.blocks) or [draw(blocks(("mlp",), False))]
+    while len(made) < stages:
+        made.append(draw(st.sampled_from(made)))
+    mesh = list(case.mesh)
+    mesh.insert(draw(st.integers(0, len(mesh))), ("pp", ranks))
+    if (
+        dict(case.names).get("embed") is not None
+    ):  # an axis of the batch, perhaps, which constraints cannot have twice
+        made = [replace(block, constrain=False) for block in made]
+    names = (*case.names, ("layers", "pp"))
+    return replace(case, mesh=tuple(mesh), names=names, blocks=tuple(made), pipeline=order)
+
+
+@st.composite
 def whole_cases(draw: st.DrawFn) -> Case:
     """A training step on whole numbers, whose sums are exact in any order: it must be equal bit for bit."""
     case = draw(
@@ -205,4 +230,14 @@ def whole_cases(draw: st.DrawFn) -> Case:
     return replace(case, blocks=made, whole=True, steps=1)
 
 
-__all__ = ["EXACT_KINDS", "EXTRAS", "blocks", "cases", "meshes", "models", "rules_for", "whole_cases"]
+__all__ = [
+    "EXACT_KINDS",
+    "EXTRAS",
+    "blocks",
+    "cases",
+    "meshes",
+    "models",
+    "pipelined_cases",
+    "rules_for",
+    "whole_cases",
+]

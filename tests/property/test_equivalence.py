@@ -30,6 +30,19 @@ THEMES = {
         dropout=True,
         microbatches=(1, 2, 3, 4),
     ),
+    "pipelines": fp.testing.pipelined_cases(),
+    "pipelined losses": fp.testing.pipelined_cases(
+        base=fp.testing.cases(
+            kinds=("mlp", "relu", "linear"),
+            losses=("ce", "mean", "means", "sum"),
+            masks=("random", "first", "none"),
+            extras=EXTRAS,
+            optimizers=OPTIMIZERS,
+            max_axes=1,
+            max_ranks=2,
+            microbatches=(1, 2, 3),
+        )
+    ),
     "optimizers": fp.testing.cases(kinds=("mlp", "glu"), optimizers=OPTIMIZERS, max_blocks=1),
 }
 

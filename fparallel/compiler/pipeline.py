@@ -1,0 +1,466 @@
+"""From one local program to one per pipeline rank: who holds what, who runs what, and what is sent.
+
+The other mesh axes are one program for all ranks; along the pipeline axis every rank has its own. A value lies on some
+of the pipeline ranks. A task's items run on the rank of its stage, any other item wherever all that it reads lies; what
+no rank needs is dropped. Where a rank needs a value that it does not hold, the value is sent to it. Small values that
+outlive a loop (a loss, a sum of squares) are added up over the axis by an all-reduce instead, in which a rank without a
+part takes part with zero, and lie on every rank then.
+
+Sends and receives stand in one order that all ranks agree on: that in which the tasks end when the order of the
+pipeline is played with the tasks' own costs. So no two ranks wait for each other, however sends are carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fparallel.compiler.local import At, Call, Comm, Item, Local, Op, Role, Roles, Step, Transfer, map_locals
+from fparallel.compiler.stages import Pipeline
+from fparallel.errors import ScheduleError
+from fparallel.layout import Layout
+from fparallel.mesh import Mesh
+from fparallel.schedule.orders import Task, times
+from fparallel.schedule.segment import LocalShape
+
+SMALL = 1024  # elements of a value that is all-reduced over the axis rather than sent
+
+Ranks = frozenset[int]
+Key = tuple[float, int, int, int]
+
+
+@dataclass(eq=False)
+class Join:
+    """Adds up what the pipeline ranks hold: `parts` by rank; `out` lies on all of them."""
+
+    parts: dict[int, list[Local]]
+    partial: Local
+    comm: Comm
+
+    @property
+    def inputs(self) -> list[Local]:
+        return [value for values in self.parts.values() for value in values]
+
+    @property
+    def outs(self) -> list[Local]:
+        return [self.comm.dst]
+
+
+@dataclass(eq=False)
+class Placed:
+    """An item, the pipeline ranks that could run it, and those that do."""
+
+    item: Item | Join
+    could: Ranks
+    index: int
+    ranks: Ranks = frozenset()
+
+    @property
+    def task(self) -> At | None:
+        return None if isinstance(self.item, Join) else self.item.task
+
+
+@dataclass
+class Sent:
+    """Values that one pipeline rank sends to another."""
+
+    source: int
+    target: int
+    values: list[Local] = field(default_factory=list)
+
+
+class Projection:
+    """Places the items of a program; `roles` are the programs."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        mesh: Mesh,
+        items: Sequence[Item],
+        homes: Mapping[Local, int | None],
+        results: Sequence[Local],
+        wanted: Sequence[int | str | None],
+    ) -> None:
+        """`homes`: per argument its pipeline rank, None for all. `wanted`: the same per result, "any" as it comes."""
+        self.pipeline, self.mesh = pipeline, mesh
+        self.all: Ranks = frozenset(range(pipeline.ranks))
+        self.at: dict[Local, Ranks] = {
+            local: self.all if home is None else frozenset([home]) for local, home in homes.items()
+        }
+        self.arguments = list(homes)
+        self.placed: list[Placed] = []
+        self.maker: dict[Local, Placed] = {}
+        self.partial: dict[Local, dict[int, list[Local]]] = {}
+        self.joined: dict[Local, Local] = {}
+        for item in items:
+            self._place(item)
+        self.results = [self._result(local, wish) for local, wish in zip(results, wanted, strict=True)]
+        self.out_homes = [
+            self._out_home(local, wish) for local, wish in zip(self.results, wanted, strict=True)
+        ]
+        self.sent: dict[int, list[Sent]] = {}  # by index of the item that makes the values; -1 for arguments
+        self._demand()
+
+    # ------------------------------------------------------------ where items can run
+
+    def _lies(self, local: Local) -> Ranks:
+        return self.at.get(local, self.all)
+
+    def _put(self, item: Item | Join, could: Ranks) -> None:
+        placed = Placed(item, could, len(self.placed))
+        self.placed.append(placed)
+        for out in item.outs:
+            if out is not None:
+                self.at[out] = could
+                self.maker[out] = placed
+
+    def _place(self, item: Item) -> None:
+        at = item.task
+        if at is not None:
+            item = _renamed(item, self._whole)
+            place = self.pipeline.plans[at.loop].place
+            self._put(item, self.all if at.stage is None else frozenset([place[at.stage]]))
+            return
+        item = _renamed(item, lambda value: self.joined.get(value, value))
+        common = self.all.intersection(*map(self._lies, item.inputs))
+        if isinstance(item, Op) and item.target == "local.sum_squares":
+            whole = _renamed(item, self._whole)
+            assert isinstance(whole, Op)
+            if not self.all.intersection(*map(self._lies, whole.inputs)):
+                self._sum_squares(whole)
+                return
+        if isinstance(item, Comm) and item.src in self.partial and _sums(item):
+            self._join(self.partial[item.src], item)
+            return
+        if not common and self._adds(item):
+            self._add_partial(item)
+            return
+        item = _renamed(item, self._whole)
+        common = self.all.intersection(*map(self._lies, item.inputs))
+        if not common:
+            item = _renamed(item, lambda value: self._everywhere(value) if _is_small(value) else value)
+            common = self.all.intersection(*map(self._lies, item.inputs))
+        if isinstance(item, Call) and item.backward:
+            common = next(
+                p.could for p in self.placed if isinstance(p.item, Call) and p.item.saved is item.saved
+            )
+        if not common:
+            largest = max(
+                (value for value in item.inputs if self._lies(value) != self.all),
+                key=lambda value: value.layout.max_local_numel * value.dtype.itemsize,
+            )
+            common = frozenset([min(self._lies(largest))])
+        self._put(item, common)
+
+    def _whole(self, value: Local) -> Local:
+        """The value itself, not a sum that is spread over the axis."""
+        if value in self.joined:
+            return self.joined[value]
+        return self._everywhere(value) if value in self.partial else value
+
+    def _everywhere(self, value: Local) -> Local:
+        """A small value on every rank."""
+        if value in self.joined:
+            return self.joined[value]
+        if value not in self.partial and self._lies(value) == self.all:
+            return value
+        parts = self.partial.get(value) or {min(self._lies(value)): [value]}
+        maker = self.maker.get(value)
+        comm = maker.item if maker is not None else None
+        if (
+            isinstance(comm, Comm) and comm.task is None and _sums(comm)
+        ):  # one all-reduce over all axes, not two
+            made = Local(value.dtype, value.layout, value.name)
+            self._join({min(self._lies(value)): [comm.src]}, replace(comm, dst=made))
+            self.joined[value] = made
+            return made
+        made = Local(value.dtype, value.layout, f"{value.name}@all" if value.name else "")
+        cause = f"every {self.pipeline.axis.name} rank reads it"
+        self._join(parts, Comm("all_reduce", (), value, made, "sum", cause, "", "U"))
+        self.joined[value] = made
+        return made
+
+    def _join(self, parts: dict[int, list[Local]], comm: Comm) -> None:
+        axis = self.pipeline.axis
+        src = comm.src
+        partial = Local(src.dtype, Layout.of(src.layout.dims, [*src.layout.unreduced, (axis, "sum")]))
+        self._put(Join(parts, partial, replace(comm, src=partial, axes=(*comm.axes, axis))), self.all)
+
+    def _sum_squares(self, op: Op) -> None:
+        """Every pipeline rank sums the leaves that it holds; a leaf on several counts on the first."""
+        leaves, counted, dtype, device = op.args
+        out = op.outs[0]
+        assert out is not None
+        parts: dict[int, list[Local]] = {}
+        for rank in sorted(self.all):
+            mine = [i for i, leaf in enumerate(leaves) if min(self._lies(leaf)) == rank]
+            if mine:
+                part = Local(out.dtype, out.layout)
+                args = ([leaves[i] for i in mine], [counted[i] for i in mine], dtype, device)
+                flops = sum(2 * leaves[i].layout.max_local_numel for i in mine)
+                self._put(replace(op, args=args, outs=[part], flops=flops), frozenset([rank]))
+                parts[rank] = [part]
+        self.partial[out] = parts
+
+    def _adds(self, item: Item) -> bool:
+        """Whether an op adds two small values, wherever they lie."""
+        return (
+            isinstance(item, Op)
+            and item.target == "aten.add.Tensor"
+            and len(item.args) == 2
+            and not item.kwargs
+            and len(item.inputs) == 2
+            and all(
+                x.layout == item.inputs[0].layout and x.dtype == item.inputs[0].dtype for x in item.inputs
+            )
+            and all(_is_small(x) for x in item.inputs)
+        )
+
+    def _add_partial(self, item: Item) -> None:
+        parts: dict[int, list[Local]] = {}
+        for value in item.inputs:
+            for rank, values in (self.partial.get(value) or {min(self._lies(value)): [value]}).items():
+                parts.setdefault(rank, []).extend(values)
+        (out,) = item.outs
+        assert out is not None
+        self.partial[out] = parts
+
+    # ------------------------------------------------------------ results
+
+    def _result(self, local: Local, wish: int | str | None) -> Local:
+        local = self._whole(local)
+        if wish in (None, "any") and _is_small(local):
+            return self._everywhere(local)
+        return local
+
+    def _out_home(self, local: Local, wish: int | str | None) -> int | None:
+        if wish == "any":
+            return None if self._lies(local) == self.all else min(self._lies(local))
+        assert not isinstance(wish, str)
+        return wish
+
+    # ------------------------------------------------------------ who runs what
+
+    def _demand(self) -> None:
+        """From the results back: the ranks that run each item, and what has to be sent."""
+        need: dict[Local, set[int]] = {}
+        for local, home in zip(self.results, self.out_homes, strict=True):
+            need.setdefault(local, set()).update(self.all if home is None else [home])
+        for placed in reversed(self.placed):
+            item = placed.item
+            ranks = set[int]().union(*(need.get(out, ()) for out in item.outs if out is not None))
+            if not ranks:
+                continue
+            if isinstance(item, Join):
+                placed.ranks = self.all
+                for rank, values in item.parts.items():
+                    for value in values:
+                        need.setdefault(value, set()).add(rank)
+                continue
+            inside = ranks & placed.could
+            source = min(inside or placed.could)
+            for out in item.outs:
+                if out is not None:
+                    self._send(placed.index, out, source, need.get(out, set()) - placed.could)
+            placed.ranks = frozenset(inside | ({source} if ranks - placed.could else set()))
+            for value in item.inputs:
+                need.setdefault(value, set()).update(placed.ranks)
+        for local in self.arguments:
+            self._send(-1, local, min(self.at[local]), need.get(local, set()) - self.at[local])
+
+    def _send(self, index: int, value: Local, source: int, targets: set[int]) -> None:
+        sends = self.sent.setdefault(index, []) if targets else []
+        for target in sorted(targets):
+            found = next((s for s in sends if s.target == target and s.source == source), None)
+            if found is None:
+                found = Sent(source, target)
+                sends.append(found)
+            found.values.append(value)
+
+    # ------------------------------------------------------------ in which order
+
+    def roles(self) -> Roles:
+        """The program of every pipeline rank."""
+        loops = [_Loop(self, number) for number in range(len(self.pipeline.plans))]
+        loops = sorted((loop for loop in loops if loop.tasks), key=lambda loop: loop.first)
+        roles = []
+        for rank in sorted(self.all):
+            held = [rank in self.at[local] for local in self.arguments]
+            given = [home in (None, rank) for home in self.out_homes]
+            at = ((self.pipeline.axis.name, rank),)
+            roles.append(Role(at, _Emitter(self, rank, loops).items, held, given))
+        return Roles(roles, self.results)
+
+
+class _Loop:
+    """The tasks of a loop, with their costs and times."""
+
+    def __init__(self, projection: Projection, number: int) -> None:
+        self.plan = projection.pipeline.plans[number]
+        self.tasks: dict[Task, list[Placed]] = {}
+        for placed in projection.placed:
+            at = placed.task
+            if placed.ranks and at is not None and at.loop == number and at.stage is not None:
+                self.tasks.setdefault(Task(at.kind, at.stage, at.micro), []).append(placed)
+        if not self.tasks:
+            return
+        self.first = min(placed.index for items in self.tasks.values() for placed in items)
+        task_of = {id(placed): task for task, items in self.tasks.items() for placed in items}
+        need: dict[Task, set[Task]] = {}
+        flops: dict[Task, float] = {}
+        for task, items in self.tasks.items():
+            makers = [projection.maker.get(v) for placed in items for v in placed.item.inputs]
+            need[task] = {task_of[id(m)] for m in makers if m is not None and id(m) in task_of} - {task}
+            flops[task] = sum(
+                projection.pipeline.flops(p.item) for p in items if not isinstance(p.item, Join)
+            )
+        least = max(flops.values()) * 1e-6 + 1.0
+        done, at_most = times(
+            self.plan.rows, lambda task: need.get(task, ()), lambda task: flops.get(task, 0.0) + least
+        )
+        for rank, row in enumerate(self.plan.rows):
+            if at_most[rank] < len(row):
+                task = row[at_most[rank]]
+                missing = ", ".join(str(other) for other in need[task] if other not in done)
+                raise ScheduleError(
+                    f"the order {self.plan.name} runs {task} before {missing}, whose results it reads",
+                    fix="run the backwards of a stage after its forwards, later stages first",
+                )
+        self.times = done
+        self.sent: list[tuple[float, int, Sent]] = []
+        for index, sends in projection.sent.items():
+            if index >= 0 and id(projection.placed[index]) in task_of:
+                end = done[task_of[id(projection.placed[index])]][1]
+                self.sent += [(end, index, sent) for sent in sends]
+        self.indices = {index for _, index, _ in self.sent}
+
+    def events(self, rank: int) -> list[tuple[Key, Task | Sent]]:
+        """The tasks of a rank and what it sends and receives, in an order that all ranks share."""
+        events: list[tuple[Key, Task | Sent]] = [
+            ((self.times[task][0], 1, 0, 0), task) for task in self.plan.rows[rank] if task in self.tasks
+        ]
+        packed: dict[tuple[float, int, int], tuple[int, Sent]] = {}
+        for end, index, sent in self.sent:  # what a task gives to one rank goes together
+            key = (end, sent.source, sent.target)
+            first, known = packed.setdefault(key, (index, Sent(sent.source, sent.target)))
+            known.values.extend(sent.values)
+            packed[key] = min(first, index), known
+        events += [
+            ((end, 0, index, target), sent)
+            for (end, source, target), (index, sent) in packed.items()
+            if rank in (source, target)
+        ]
+        return sorted(events, key=lambda event: event[0])
+
+
+class _Emitter:
+    """Writes the program of one pipeline rank."""
+
+    def __init__(self, projection: Projection, rank: int, loops: Sequence[_Loop]) -> None:
+        self.projection, self.rank = projection, rank
+        self.axis = projection.pipeline.axis
+        self.items: list[Step] = []
+        self.emitted: set[int] = set()
+        self.in_loops = {index for loop in loops for index in loop.indices}
+        position = -1
+        for loop in loops:
+            self._outside(position, loop.first)
+            position = loop.first
+            for _, event in loop.events(rank):
+                if isinstance(event, Sent):
+                    self._transfer(event)
+                    continue
+                for placed in loop.tasks[event]:
+                    self._emit(placed, placed.task)
+        self._outside(position, len(projection.placed))
+        for value, home in zip(projection.results, projection.out_homes, strict=True):
+            maker = projection.maker.get(value)
+            if maker is not None and home in (None, rank):
+                self._emit(maker, None)
+
+    def _outside(self, begin: int, end: int) -> None:
+        """What stands between loops, in the program's order."""
+        for index in range(begin, end):
+            if index >= 0:
+                placed = self.projection.placed[index]
+                item = placed.item
+                if placed.task is None or (isinstance(item, Comm) and item.early):
+                    self._emit(placed, None)
+            if index not in self.in_loops:
+                for sent in self.projection.sent.get(index, ()):
+                    self._transfer(sent)
+
+    def _transfer(self, sent: Sent) -> None:
+        cause = f"pipeline rank {sent.source} to {sent.target}"
+        if sent.source == self.rank:
+            for value in sent.values:
+                maker = self.projection.maker.get(value)
+                if maker is not None:
+                    self._emit(maker, None)
+            self.items.append(Transfer("send", self.axis, sent.target, sent.values, cause))
+        elif sent.target == self.rank:
+            self.items.append(Transfer("recv", self.axis, sent.source, sent.values, cause))
+
+    def _emit(self, placed: Placed, task: At | None) -> None:
+        """An item, and before it what every stage makes for itself, if it is not there yet."""
+        left = [(placed, False)]
+        while left:
+            now, ready = left.pop()
+            if now.index in self.emitted or self.rank not in now.ranks:
+                continue
+            if not ready:
+                left.append((now, True))
+                makers = [self.projection.maker.get(value) for value in now.item.inputs]
+                left += [(maker, False) for maker in reversed(makers) if maker is not None and _floats(maker)]
+                continue
+            self.emitted.add(now.index)
+            item = now.item
+            if isinstance(item, Join):
+                self._join(item)
+            else:
+                self.items.append(replace(item, task=task) if _floats(now) else item)
+
+    def _join(self, join: Join) -> None:
+        parts, partial = join.parts.get(self.rank, []), join.partial
+        source = join.comm.source
+        if not parts:
+            layout = Layout(partial.layout.dims)
+            kwargs: dict[str, Any] = {"dtype": partial.dtype, "device": self.projection.mesh.device}
+            self.items.append(
+                Op("aten.full.default", (LocalShape(layout), 0), kwargs, [partial], source, "U")
+            )
+        elif len(parts) == 1:
+            self.items.append(Op("local.own", (parts[0],), {}, [partial], source, "U"))
+        else:
+            total = parts[0]
+            for i, part in enumerate(parts[1:]):
+                last = i == len(parts) - 2
+                added = partial if last else Local(total.dtype, total.layout)
+                self.items.append(Op("aten.add.Tensor", (total, part), {}, [added], source, "U"))
+                total = added
+        self.items.append(join.comm)
+
+
+def _floats(placed: Placed) -> bool:
+    """Whether every stage that needs an item runs it, when it needs it."""
+    return placed.task is not None and placed.task.stage is None
+
+
+def _sums(comm: Comm) -> bool:
+    return comm.kind == "all_reduce" and comm.reduce == "sum"
+
+
+def _is_small(value: Local) -> bool:
+    return value.layout.max_local_numel <= SMALL and str(value.dtype) != "torch.bool"
+
+
+def _renamed(item: Item, rename: Any) -> Item:
+    """The item itself, or a copy that reads other values."""
+    if all(rename(value) is value for value in item.inputs):
+        return item
+    if isinstance(item, Comm):
+        return replace(item, src=rename(item.src))
+    if isinstance(item, Op):
+        return replace(item, args=map_locals(rename, item.args), kwargs=map_locals(rename, item.kwargs))
+    return replace(item, ins=[rename(value) for value in item.ins])
