@@ -18,7 +18,7 @@ from fparallel.mesh import Mesh, make_mesh
 from fparallel.microbatches import accumulate
 from fparallel.process import process_count, process_index
 from fparallel.rules import Rules
-from fparallel.schedule import Schedule
+from fparallel.schedule import Cluster, Schedule
 from fparallel.schedule.orders import Task, register_order
 from fparallel.sharding import NamedSharding, P, PartitionSpec
 from fparallel.transforms import block, grad, value_and_grad, with_sharding_constraint
@@ -26,6 +26,7 @@ from fparallel.tree import TrainState, dataclass, static
 
 __all__ = [
     "Array",
+    "Cluster",
     "Compiled",
     "FparallelError",
     "FparallelWarning",

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
+    "ClusterError",
     "DataError",
     "ExecutionError",
     "FparallelError",
@@ -82,6 +83,10 @@ class RuleError(FparallelError, ValueError):
 
 class ScheduleError(FparallelError, ValueError):
     """A schedule breaks one of the properties that the verifier checks."""
+
+
+class ClusterError(FparallelError, ValueError):
+    """A description of a cluster is malformed, cannot be read, or is not known by that name."""
 
 
 class DataError(FparallelError, ValueError):

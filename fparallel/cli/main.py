@@ -1,4 +1,4 @@
-"""The ``fparallel`` command: ``train`` and ``lower``."""
+"""The ``fparallel`` command: ``train``, ``lower`` and ``calibrate``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Annotated
 import tyro
 
 from fparallel.cli import launch
+from fparallel.cli.calibrate import Calibrate, calibrate
 from fparallel.cli.lower import lower
 from fparallel.cli.options import Options
 from fparallel.cli.train import train, validate
 from fparallel.errors import FparallelError
 
-__all__ = ["main", "worker"]
+__all__ = ["guard", "main", "worker"]
 
 _INTERRUPTED = 130
 
@@ -31,10 +32,11 @@ class Lower(Options):
     """Print the program of the training step on any mesh, its memory and its traffic; needs no ranks."""
 
 
-def _parse(arguments: Sequence[str]) -> Options:
+def _parse(arguments: Sequence[str]) -> Options | Calibrate:
     commands = (
         Annotated[Train, tyro.conf.subcommand("train", description=Train.__doc__)]
         | Annotated[Lower, tyro.conf.subcommand("lower", description=Lower.__doc__)]
+        | Annotated[Calibrate, tyro.conf.subcommand("calibrate", description=Calibrate.__doc__)]
     )
     return tyro.cli(
         commands,  # type: ignore[arg-type]
@@ -47,13 +49,13 @@ def _parse(arguments: Sequence[str]) -> Options:
 
 def main() -> int:
     """The console script; returns the exit code."""
-    return _guard(_main)
+    return guard(_main)
 
 
 def worker() -> None:
     """A rank that ``launch`` started; ends the process."""
     launch.die_with_parent()
-    code = _guard(_main)
+    code = guard(_main)
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)
@@ -62,6 +64,9 @@ def worker() -> None:
 def _main() -> int:
     arguments = sys.argv[1:]
     options = _parse(arguments)
+    if isinstance(options, Calibrate):
+        calibrate(options)
+        return 0
     options.check_values()
     if isinstance(options, Lower):
         lower(options)
@@ -75,8 +80,8 @@ def _main() -> int:
     return 0
 
 
-def _guard(run: Callable[[], int]) -> int:
-    """Exit codes and one-screen messages for what a person can cause."""
+def guard(run: Callable[[], int]) -> int:
+    """Exit codes and one-screen messages for what a person can cause, of this process or of the rank that it is."""
     try:
         return run()
     except FparallelError as error:

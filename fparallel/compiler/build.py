@@ -32,7 +32,7 @@ from fparallel.compiler.local import (
 from fparallel.compiler.memory import Halves, Split, halve, split, whole_view
 from fparallel.compiler.storage import results_in_place, sums_in_place
 from fparallel.schedule.ir import Buffer, Collective, Instr, Program, Recv, Run, Schedule, Send
-from fparallel.schedule.segment import LocalOp, Ref, Segment
+from fparallel.schedule.segment import LocalOp, Ref, Segment, Work
 
 Other = Comm | Call | Transfer
 
@@ -61,6 +61,22 @@ class Lowered:
 
     schedule: Schedule
     constants: dict[str, torch.Tensor]
+
+
+# Of their first operand they read as many rows as they give out.
+_PICKS = ("aten.embedding.default", "aten.gather.default", "aten.index_select.default", "local.embedding")
+
+
+def work_of(op: Op) -> Work | None:
+    """What an op costs on the fullest rank: it reads every operand and writes every result once."""
+    outs = [out for out in op.outs if out is not None]
+    if op.view or not outs:
+        return None
+    written = sum(out.nbytes for out in outs)
+    sizes = [value.nbytes for value in op.inputs]
+    if op.target in _PICKS:
+        sizes[0] = min(sizes[0], written)
+    return Work(op.flops, sum(sizes) + written, outs[0].dtype)
 
 
 def group(items: Sequence[Step]) -> list[list[Op] | Other]:
@@ -200,13 +216,15 @@ class Builder:
                     tuple(None if o is None else index[o] for o in op.outs),
                     tuple((k, ref(v)) for k, v in op.kwargs.items()),
                     op.source,
+                    work_of(op),
                 )
             )
         results, taken = [], set(ins)
         for out in outs:
             if root[out] in taken:
                 copy = next(counter)
-                local_ops.append(LocalOp("local.own", (Ref(index[out]),), (copy,)))
+                work = Work(0, 2 * out.nbytes, out.dtype)
+                local_ops.append(LocalOp("local.own", (Ref(index[out]),), (copy,), work=work))
                 results.append(copy)
             else:
                 taken.add(root[out])
@@ -393,8 +411,9 @@ class Builder:
         key = f"copy.{self.buffers[src].dtype}.{local.layout}"
         if key not in self.segments:
             value = (local.dtype, local.layout)
+            work = Work(0, 2 * local.nbytes, local.dtype)
             self.segments[key] = Segment(
-                key, (value,), (value,), (LocalOp("local.own", (Ref(0),), (1,)),), (1,)
+                key, (value,), (value,), (LocalOp("local.own", (Ref(0),), (1,), work=work),), (1,)
             )
         self.instrs.append(Run(key, (src,), (dst,), label))
 

@@ -53,6 +53,11 @@ class Local:
         self.pinned = pinned
         self.static = static
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the fullest rank."""
+        return self.layout.max_local_numel * self.dtype.itemsize
+
     def __repr__(self) -> str:
         return f"{self.name or f'%{self.id}'}: {typed(self.dtype, self.layout)}"
 

@@ -1,5 +1,6 @@
 """Schedules: plain data about per-rank steps. Knows meshes and layouts, not graphs."""
 
+from fparallel.schedule.cluster import Cluster, Link
 from fparallel.schedule.ir import (
     COLLECTIVES,
     Buffer,
@@ -17,6 +18,6 @@ from fparallel.schedule.ir import (
 from fparallel.schedule.segment import LocalOp, Ref, Segment
 
 __all__ = [
-    "COLLECTIVES", "Buffer", "Collective", "Free", "Instr", "LocalOp", "Program", "Recv", "Ref", "Run", "Schedule",
-    "Segment", "Send", "Wait", "is_async",
+    "COLLECTIVES", "Buffer", "Cluster", "Collective", "Free", "Instr", "Link", "LocalOp", "Program", "Recv", "Ref",
+    "Run", "Schedule", "Segment", "Send", "Wait", "is_async",
 ]  # fmt: skip

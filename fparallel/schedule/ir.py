@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
@@ -21,6 +21,10 @@ from fparallel._compat import cached_property
 from fparallel.layout import Layout, typed
 from fparallel.mesh import Axis, Mesh, merge_axes
 from fparallel.schedule.segment import Segment
+
+if TYPE_CHECKING:
+    from fparallel.schedule.cluster import Cluster
+    from fparallel.schedule.simulate import Simulation
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 REDUCING = ("reduce_scatter", "all_reduce")
@@ -335,3 +339,9 @@ class Schedule:
         from fparallel.schedule.verify import verify
 
         verify(self, memory_budget=memory_budget)
+
+    def simulate(self, cluster: Cluster) -> Simulation:
+        """Predicts the time of a step on a cluster, and where it goes; see simulate.py."""
+        from fparallel.schedule.simulate import simulate
+
+        return simulate(self, cluster)

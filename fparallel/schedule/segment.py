@@ -137,6 +137,21 @@ def refs_of(arg: Any) -> Iterator[Ref]:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What an op does on the fullest rank.
+
+    Attributes:
+      flops: floating point operations.
+      nbytes: bytes that it reads and writes.
+      dtype: of what it computes.
+    """
+
+    flops: int
+    nbytes: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class LocalOp:
     """One local op.
 
@@ -146,6 +161,7 @@ class LocalOp:
       args, kwargs: constants, symbols, and `Ref`s, possibly in lists.
       outs: the index of each result; None where the result is unused (several results) .
       source: "file.py:12", the user's line that this comes from.
+      work: what it costs; None for a view and where it is not known.
     """
 
     target: str
@@ -153,6 +169,7 @@ class LocalOp:
     outs: tuple[int | None, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
     source: str = ""
+    work: Work | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         outs = ", ".join("_" if o is None else f"%{o}" for o in self.outs)

@@ -37,6 +37,7 @@ def test_an_error_is_its_message_and_its_fix(run):
         (["train", "--out", "/dev/null/x"], "cannot make the folder"),
         (["lower", "--mesh", "x=2"], "no rule shards anything over 'x'"),
         (["lower", "--steps", "0"], "--steps 0"),
+        (["calibrate", "--out", "/dev/null/x"], "cannot write /dev/null/x"),
     ],
 )
 def test_bad_input_is_refused_before_a_rank_starts(run, monkeypatch, arguments, found):
