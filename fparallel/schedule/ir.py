@@ -10,10 +10,10 @@ A buffer is written at most once in a program; its name means the same global va
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
-from os import PathLike
 from typing import TypeGuard
 
 import torch
@@ -331,7 +331,7 @@ class Schedule:
     def __str__(self) -> str:
         return self.text
 
-    def draw(self, path: str | PathLike[str], cluster: object | None = None) -> None:
+    def draw(self, path: str | os.PathLike[str], cluster: object | None = None) -> None:
         """Draws ranks by time to a file: `.html` to explore, `.png`, `.json` for Perfetto, `.txt`; see draw.py.
 
         Args:
