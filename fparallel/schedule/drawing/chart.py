@@ -117,8 +117,7 @@ def chart(schedule: Schedule, events: Iterable[Event] | None = None) -> Chart:
     for event in in_slots(schedule) if events is None else events:
         spans.setdefault(event.rank, {})[event.number] = event
     lanes = tuple(
-        _lane(schedule, program, spans.get(schedule.first_rank(program), {}))
-        for program in schedule.programs
+        _lane(schedule, program, spans.get(schedule.first_rank(program), {})) for program in schedule.programs
     )
     end = max((box.end for lane in lanes for box in lane.boxes), default=0.0)
     return Chart(str(schedule.mesh), unit, float(end), lanes)
@@ -190,9 +189,7 @@ def _spans(program: Program, events: dict[int, Event]) -> list[tuple[float, floa
     return spans
 
 
-def _rows(
-    program: Program, spans: Sequence[tuple[float, float, float]]
-) -> tuple[tuple[str, ...], list[int]]:
+def _rows(program: Program, spans: Sequence[tuple[float, float, float]]) -> tuple[tuple[str, ...], list[int]]:
     """The rows of a role, and the row of every instruction: one per stream, more where its steps overlap."""
     streams: dict[str, list[int]] = {"compute": []}
     for number, instr in enumerate(program.instrs):

@@ -1,4 +1,4 @@
-"""A schedule as a page to explore: one file, no network. The page itself is page.html, page.css and page.js."""
+"""A schedule as a page to explore: one file, no network. The page itself lies in the folder page."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from fparallel.schedule.drawing.kinds import IDLE, STYLES
 
 def html(chart: Chart) -> str:
     """The page. Its data is the JSON in the element `#schedule`; see `page_data`."""
-    files = resources.files("fparallel.schedule.drawing")
-    page, css, js = (files.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    files = resources.files("fparallel.schedule.drawing") / "page"
+    page = (files / "page.html").read_text("utf-8")
     data = json.dumps(page_data(chart), separators=(",", ":")).replace("<", "\\u003c")
-    for mark, text in (("/*css*/", css), ("/*js*/", js), ("/*data*/", data)):
-        before, _, after = page.partition(mark)
-        page = before + text + after
-    return page
+    for mark in ("page.css", "draw.js", "explore.js"):
+        page = page.replace(f"/*{mark}*/", (files / mark).read_text("utf-8"))
+    return page.replace("/*data*/", data)
 
 
 def page_data(chart: Chart) -> dict[str, Any]:

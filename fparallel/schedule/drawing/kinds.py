@@ -7,7 +7,6 @@ colour vision. Two kinds that share a row differ in lightness or in hatching as 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fparallel.schedule.ir import Collective, Free, Instr, Program, Recv, Run, Send, Wait, overwritten
@@ -21,7 +20,7 @@ class Style:
       title: what the legend says.
       letter: what stands before the micro-batch in a box; "" for steps that are not runs.
       colour, ink: `#rrggbb` of the box and of the text in it.
-      hatch: "" or one of matplotlib's patterns: "//", "\\\\\\\\", "xx", "..".
+      hatch: "" or a pattern of matplotlib's: lines (/, \\, x) or dots.
     """
 
     title: str
@@ -47,6 +46,7 @@ IDLE = Style("idle", "", "#f4f4f4", "#000000")
 
 _LETTER = re.compile(r"([FBW])(?![A-Za-z_])")
 _MICRO = re.compile(r"(?<![A-Za-z])mb(\d+)")
+_NUMBERED = re.compile(r"[FBW](\d+)(?!\w)")
 
 
 def kind_of(instr: Instr, program: Program) -> str:
@@ -67,13 +67,13 @@ def kind_of(instr: Instr, program: Program) -> str:
 
 
 def micro_of(instr: Instr) -> int | None:
-    """The N of the `mbN` in a run's label, or in the names of all buffers that a communication step moves."""
-    texts = (instr.label,) if isinstance(instr, Run) else (*instr.reads, *instr.writes)
-    found = set(_micros(texts))
+    """The N of the `mbN` in a run's label, or in the names of all buffers that a communication step moves.
+
+    The label `F3` of the literature is the forward of micro-batch 3.
+    """
+    if isinstance(instr, Run):
+        match = _MICRO.search(instr.label) or _NUMBERED.match(instr.label)
+        return int(match.group(1)) if match else None
+    matches = [_MICRO.search(name) for name in (*instr.reads, *instr.writes)]
+    found = {int(match.group(1)) if match else None for match in matches}
     return found.pop() if len(found) == 1 else None
-
-
-def _micros(texts: Iterable[str]) -> Iterable[int | None]:
-    for text in texts:
-        match = _MICRO.search(text)
-        yield int(match.group(1)) if match else None

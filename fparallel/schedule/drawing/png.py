@@ -21,7 +21,7 @@ MEMORY = 0.34  # inches of one role's memory
 LEAST, MOST = 7.0, 40.0  # inches of the time axis
 BOX = 0.30  # inches that the middle one of the runs is wide, if that fits
 FONT = 7.0
-TICK = 0.025  # inches of a step that takes no time
+TICK = 0.025  # inches of a communication step, at least
 
 
 def png(chart: Chart) -> bytes:
@@ -110,7 +110,8 @@ def _rows(axes: Axes, chart: Chart, inch: float) -> None:
         for box in lane.boxes:
             y, height = places[box.row]
             if box.end > box.start:
-                drawn.setdefault(box.kind, []).append((box.start, box.end - box.start, y, height * 0.96))
+                length = max(box.end - box.start, TICK * inch) if box.row else box.end - box.start
+                drawn.setdefault(box.kind, []).append((box.start, length, y, height * 0.96))
                 _name(axes, box, (y + height * 0.48, height), inch)
             elif box.row:
                 count = seen[box.row, box.start] = seen.get((box.row, box.start), -1) + 1
@@ -124,13 +125,10 @@ def _groups(axes: Axes, lane: Lane, y: float, inch: float) -> None:
     """A line over every group, and its name where it fits."""
     for name, start, end in lane.spans():
         margin = min(0.015 * inch, (end - start) / 4)
-        axes.plot(
-            [start + margin, end - margin], [y + NAMES * 0.35] * 2, color="#333333", lw=0.8, solid_capstyle="butt"
-        )
+        height = y + NAMES * 0.35
+        axes.plot([start + margin, end - margin], [height, height], "#333333", lw=0.8, solid_capstyle="butt")
         if _fits(name, FONT - 1, end - start, inch):
-            axes.text(
-                (start + end) / 2, y + NAMES * 0.22, name, ha="center", va="bottom", fontsize=FONT - 1
-            )
+            axes.text((start + end) / 2, y + NAMES * 0.22, name, ha="center", va="bottom", fontsize=FONT - 1)
 
 
 def _fits(text: str, size: float, time: float, inch: float) -> bool:
@@ -195,7 +193,7 @@ def _legend(axes: Axes, chart: Chart, tall: float) -> None:
 
     used = {box.kind for lane in chart.lanes for box in lane.boxes if box.row or box.end > box.start}
     handles = [
-        Patch(facecolor=style.colour, edgecolor="#333333", linewidth=0.4, hatch=style.hatch * 2, label=style.title)
+        Patch(fc=style.colour, ec="#333333", lw=0.4, hatch=style.hatch * 2, label=style.title)
         for style in [*(style for kind, style in STYLES.items() if kind in used), IDLE]
     ]
     axes.legend(

@@ -50,9 +50,7 @@ def one_slot(program: Program, number: int) -> int:
     return 1
 
 
-def in_slots(
-    schedule: Schedule, cost: Callable[[Program, int], int] = one_slot
-) -> tuple[SlotEvent, ...]:
+def in_slots(schedule: Schedule, cost: Callable[[Program, int], int] = one_slot) -> tuple[SlotEvent, ...]:
     """Every step of every role, on its first rank, with runs of `cost(program, number)` slots and free communication.
 
     A communication step starts when all members of its group have issued it and the steps before it on the

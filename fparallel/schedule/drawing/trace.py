@@ -31,7 +31,8 @@ def _lane_events(lane: Lane, scale: float) -> Iterator[dict[str, Any]]:
     for box in lane.boxes:
         yield _event(pid, box, scale)
     for at, live in lane.memory():
-        yield {"ph": "C", "name": "live bytes", "pid": pid, "tid": 0, "ts": at * scale, "args": {"bytes": live}}
+        counter = {"ph": "C", "name": "live bytes", "pid": pid, "tid": 0}
+        yield {**counter, "ts": at * scale, "args": {"bytes": live}}
 
 
 def _meta(pid: int, tid: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def _event(pid: int, box: Box, scale: float) -> dict[str, Any]:
     for key, value in (("cause", box.cause), ("source", box.source)):
         if value:
             args[key] = value
-    event = {"name": box.label, "cat": box.kind, "pid": pid, "tid": box.row, "ts": box.start * scale, "args": args}
+    place = {"pid": pid, "tid": box.row, "ts": box.start * scale}
+    event = {"name": box.label, "cat": box.kind, **place, "args": args}
     if box.end > box.start:
         return {"ph": "X", "dur": (box.end - box.start) * scale, **event}
     return {"ph": "i", "s": "t", **event}
