@@ -50,7 +50,7 @@ def table(schedule: Schedule, width: int | None = None) -> str:
         for rank, row in cells.items():
             line = f"{titles[rank]:<{wide}} " + "".join(f" {row.get(slot, '.'):>{each}}" for slot in part)
             lines.append(line + (idle[rank] if last else ""))
-    used = {cell[0] for row in cells.values() for cell in row.values()}
+    used = {cell for row in cells.values() for cell in row.values()}
     return "\n".join(line.rstrip() for line in [*lines, *_legend(used)]) + "\n"
 
 
@@ -59,8 +59,10 @@ def _title(schedule: Schedule, rank: int) -> str:
     return f"rank {rank} ({at})"
 
 
-def _legend(used: set[str]) -> Iterator[str]:
-    shown = [f"{style.letter} {style.title}" for style in STYLES.values() if style.letter in used]
+def _legend(cells: set[str]) -> Iterator[str]:
+    letters = {cell[0] for cell in cells}
+    shown = [f"{style.letter} {style.title}" for style in STYLES.values() if style.letter in letters]
     if shown:
+        numbers = "; the number is the micro-batch" if any(len(cell) > 1 for cell in cells) else ""
         yield ""
-        yield ", ".join([*shown, ". idle"]) + "; the number is the micro-batch"
+        yield ", ".join([*shown, ". idle"]) + numbers
