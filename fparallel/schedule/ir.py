@@ -10,6 +10,7 @@ A buffer is written at most once in a program; its name means the same global va
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -333,6 +334,26 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.text
+
+    def draw(self, path: str | os.PathLike[str], cluster: object | None = None) -> None:
+        """Draws ranks by time to a file: `.html` to explore, `.png`, `.json` for Perfetto, `.txt`; see draw.py.
+
+        Args:
+          path: where to write; its suffix says what.
+          cluster: what to simulate on (see `simulate`); None: every run takes one slot, all else no time.
+        """
+        from fparallel.schedule.draw import draw
+
+        draw(self, path, cluster)
+
+    def table(self, width: int | None = None) -> str:
+        """Roles by time slots as text, a cell per stage and micro-batch: `F0 F1 B0 B1`, idle slots as dots.
+
+        `width` is that of the terminal, in columns: a longer table is broken into parts.
+        """
+        from fparallel.schedule.drawing.table import table
+
+        return table(self, width)
 
     def verify(self, *, memory_budget: int | None = None) -> None:
         """Raises ScheduleError, naming rank and instruction, unless the schedule is safe to run; see verify.py."""
