@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fparallel.cli.options import Options
 
 __all__ = ["lower"]
 
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+_SENDING = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "send")
 
 
 def lower(options: Options) -> None:
@@ -32,6 +33,9 @@ def lower(options: Options) -> None:
     schedule = lowered.schedule
     schedule.verify()
     traffic = _traffic(schedule, mesh)
+    cluster = _cluster(options.cluster) if options.cluster else None
+    if options.draw:
+        schedule.draw(options.draw, cluster)
     if options.json:
         print(json.dumps({"mesh": options.mesh_shape, "ranks": options.num_ranks, "bytes": traffic}))
         return
@@ -43,8 +47,21 @@ def lower(options: Options) -> None:
         total = sum(ops.values())
         detail = ", ".join(f"{op} {size / 1e6:,.2f}" for op, size in ops.items() if size)
         print(f"  {axis:<6} {total / 1e6:12,.2f} MB" + (f"  ({detail})" if detail else ""))
+    if len(schedule.programs) > 1:
+        print(f"\nstages by time, a slot for each task\n{schedule.table()}")
+    if cluster is not None:
+        print(f"\npredicted on {options.cluster}\n{schedule.simulate(cluster)}")
 
 
 def _traffic(schedule: Any, mesh: Any) -> dict[str, dict[str, float]]:
-    """Payload bytes by mesh axis and collective."""
-    return {axis: {op: float(schedule.bytes(op, axis=axis)) for op in _COLLECTIVES} for axis in mesh.names}
+    """Payload bytes by mesh axis and kind of step, of the rank that sends most of it."""
+    firsts = [schedule.first_rank(program) for program in schedule.programs]
+    return {
+        axis: {op: float(max(schedule.bytes(op, axis=axis, rank=r) for r in firsts)) for op in _SENDING}
+        for axis in mesh.names
+    }
+
+
+def _cluster(name: str) -> fp.Cluster:
+    """A preset, or what `fparallel calibrate` wrote."""
+    return fp.Cluster.load(name) if Path(name).suffix else fp.Cluster.preset(name)

@@ -115,6 +115,12 @@ class Options:
     json: bool = False
     """One JSON object for each step on stdout, and nothing else there."""
 
+    draw: str = ""
+    """lower: a file to draw the schedule to: .html to explore, .png, .json for Perfetto, .txt."""
+
+    cluster: str = ""
+    """lower: predict the step on this hardware: a preset (h100, a100-80g, ...) or a file of `fparallel calibrate`."""
+
     def check_values(self) -> None:
         """Refuses numbers and combinations that mean nothing.
 

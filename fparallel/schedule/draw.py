@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from fparallel.errors import ScheduleError
+from fparallel.schedule.cluster import Cluster
 from fparallel.schedule.drawing.chart import Chart, chart
 from fparallel.schedule.ir import Schedule
 
 
-def draw(schedule: Schedule, path: str | PathLike[str], cluster: Any = None) -> None:
+def draw(schedule: Schedule, path: str | PathLike[str], cluster: Cluster | None = None) -> None:
     """Writes a drawing of ranks by time.
 
     `.html` is a page to explore, in one file that needs no network; `.png` a picture; `.json` a trace for
@@ -36,35 +36,35 @@ def draw(schedule: Schedule, path: str | PathLike[str], cluster: Any = None) -> 
     path.write_bytes(writer(schedule, cluster))
 
 
-def _html(schedule: Schedule, cluster: Any) -> bytes:
+def _html(schedule: Schedule, cluster: Cluster | None) -> bytes:
     from fparallel.schedule.drawing.html import html
 
     return html(_chart(schedule, cluster)).encode()
 
 
-def _png(schedule: Schedule, cluster: Any) -> bytes:
+def _png(schedule: Schedule, cluster: Cluster | None) -> bytes:
     from fparallel.schedule.drawing.png import png
 
     return png(_chart(schedule, cluster))
 
 
-def _json(schedule: Schedule, cluster: Any) -> bytes:
+def _json(schedule: Schedule, cluster: Cluster | None) -> bytes:
     from fparallel.schedule.drawing.trace import trace_json
 
     return trace_json(_chart(schedule, cluster)).encode()
 
 
-def _txt(schedule: Schedule, cluster: Any) -> bytes:
+def _txt(schedule: Schedule, cluster: Cluster | None) -> bytes:
     return schedule.table().encode()
 
 
-def _chart(schedule: Schedule, cluster: Any) -> Chart:
+def _chart(schedule: Schedule, cluster: Cluster | None) -> Chart:
     if cluster is None:
         return chart(schedule)
-    return chart(schedule, schedule.simulate(cluster).events)  # type: ignore[attr-defined]
+    return chart(schedule, schedule.simulate(cluster).events)
 
 
-_WRITERS: dict[str, Callable[[Schedule, Any], bytes]] = {
+_WRITERS: dict[str, Callable[[Schedule, Cluster | None], bytes]] = {
     ".html": _html,
     ".png": _png,
     ".json": _json,

@@ -287,43 +287,62 @@ class Schedule:
             return any(axis.name in self.role_axes for axis in instr.axes)
         return isinstance(instr, (Send, Recv))
 
-    def collectives(self, op: str | None = None, axis: str | None = None) -> Iterator[Collective]:
-        """The collectives of the first program, filtered by kind and by the name of a mesh axis that they span."""
-        for instr in self.programs[0].instrs:
+    def collectives(
+        self, op: str | None = None, axis: str | None = None, *, rank: int = 0
+    ) -> Iterator[Collective]:
+        """The collectives of a rank's program, filtered by kind and by the name of a mesh axis that they span."""
+        for instr in self.program(rank).instrs:
             if not isinstance(instr, Collective) or op not in (None, instr.kind):
                 continue
             if axis is None or any(a.name == axis for a in instr.axes):
                 yield instr
 
-    def count(self, op: str | None = None, axis: str | None = None) -> int:
-        """Number of instructions of a kind (`run`, ..., a collective; None: any collective) in one program."""
+    def count(self, op: str | None = None, axis: str | None = None, *, rank: int = 0) -> int:
+        """Number of instructions of a kind (`run`, `send`, ...; None: any collective) in the program of a rank."""
         if op is None or op in COLLECTIVES:
-            return sum(1 for _ in self.collectives(op, axis))
-        return sum(1 for instr in self.programs[0].instrs if instr.op == op)
+            return sum(1 for _ in self.collectives(op, axis, rank=rank))
+        return sum(
+            1
+            for instr in self.program(rank).instrs
+            if instr.op == op and (not isinstance(instr, (Send, Recv)) or axis in (None, instr.axis.name))
+        )
 
-    def bytes(self, op: str | None = None, axis: str | None = None) -> int | float:
-        """Payload that one rank sends in a step through collectives of a kind, in bytes, without padding.
+    def bytes(self, op: str | None = None, axis: str | None = None, *, rank: int = 0) -> int | float:
+        """Payload that a rank sends in a step, in bytes, without padding.
 
         For n ranks in the group and s bytes of the tensor on one rank outside the collective's own sharding:
-        all_gather, reduce_scatter and all_to_all s(n-1)/n, all_reduce 2s(n-1)/n.
+        all_gather, reduce_scatter and all_to_all s(n-1)/n, all_reduce 2s(n-1)/n; a send s.
+
+        Args:
+          op: a kind of collective, or "send"; None for all.
+          axis: the name of a mesh axis that they span; None for all.
+          rank: whose program it is; where there is a pipeline, ranks differ.
         """
-        total = sum((self.payload(instr) for instr in self.collectives(op, axis)), Fraction(0))
+        total = sum((self.payload(instr) for instr in self.collectives(op, axis, rank=rank)), Fraction(0))
+        if op in (None, "send"):
+            sends = (instr for instr in self.program(rank).instrs if isinstance(instr, Send))
+            total += sum(
+                (self.payload(instr) for instr in sends if axis in (None, instr.axis.name)), Fraction(0)
+            )
         return int(total) if total.denominator == 1 else float(total)
 
-    def payload(self, instr: Collective) -> Fraction:
+    def payload(self, instr: Collective | Send) -> Fraction:
         """Bytes sent by one rank (the average over its group)."""
         n = 1
-        for axis in instr.axes:
+        for axis in instr.axes if isinstance(instr, Collective) else ():
             n *= axis.size
         total = Fraction(0)
-        for src, dst in zip(instr.ins, instr.outs, strict=True):
-            whole = self.buffers[dst if instr.kind == "all_gather" else src]
+        outs = instr.outs if isinstance(instr, Collective) else instr.ins
+        for src, dst in zip(instr.ins, outs, strict=True):
+            whole = self.buffers[dst if instr.op == "all_gather" else src]
             size = Fraction(1)
             for dim in whole.layout.dims:
                 for factor in dim:
                     size *= Fraction(factor.size, factor.num_shards)
             size *= whole.dtype.itemsize
-            total += size * (n - 1) / n * (2 if instr.kind == "all_reduce" else 1)
+            if isinstance(instr, Collective):
+                size = size * (n - 1) / n * (2 if instr.kind == "all_reduce" else 1)
+            total += size
         return total
 
     @cached_property
@@ -335,7 +354,7 @@ class Schedule:
     def __str__(self) -> str:
         return self.text
 
-    def draw(self, path: str | os.PathLike[str], cluster: object | None = None) -> None:
+    def draw(self, path: str | os.PathLike[str], cluster: Cluster | None = None) -> None:
         """Draws ranks by time to a file: `.html` to explore, `.png`, `.json` for Perfetto, `.txt`; see draw.py.
 
         Args:
