@@ -293,6 +293,7 @@ class Builder:
                         step.reduce,
                         step.cause,
                         step.source,
+                        sources=step.sources,
                     )
                 )
             else:

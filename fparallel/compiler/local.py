@@ -74,7 +74,10 @@ class Op:
 
 @dataclass(eq=False)
 class Comm:
-    """A collective on one tensor; `early`: it was issued long before its output is read (see `early.py`)."""
+    """A collective on one tensor; `early`: it was issued long before its output is read (see `early.py`).
+
+    `sources`: see `schedule/ir.py`.
+    """
 
     kind: str
     axes: tuple[Axis, ...]
@@ -85,6 +88,7 @@ class Comm:
     source: str = ""
     phase: str = "F"
     early: bool = False
+    sources: tuple[int, ...] = ()
 
     @property
     def inputs(self) -> list[Local]:
