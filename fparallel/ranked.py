@@ -27,18 +27,14 @@ from fparallel.region import (
     PSUM,
     PSUM_SCATTER,
     PVARY,
-    Axes,
-    Dims,
     Meeting,
     Region,
     ShardMapCall,
     Step,
-    axes_in,
     entered,
-    global_shape,
-    local_shape,
     map_tensors,
 )
+from fparallel.shard_specs import Axes, Dims, axes_in, global_shape, local_shape
 
 
 @dataclass

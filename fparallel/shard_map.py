@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fparallel import tree
+from fparallel import random, tree
 from fparallel.array import Array
 from fparallel.errors import ShardingError, TraceError
 from fparallel.mesh import Mesh
 from fparallel.ranked import run_reference
 from fparallel.recorder import current_recorder
-from fparallel.region import Dims, ShardMapCall, check_spec, current_region, local_shape
+from fparallel.region import ShardMapCall, current_region
+from fparallel.shard_specs import Dims, check_spec, local_shape
 from fparallel.sharding import PartitionSpec
 
 
@@ -97,11 +99,19 @@ class _Mapped:
                     fix="call it in a function under fp.jit, or pass fp.device_get(array)",
                 )
 
+        scope = (
+            random.block_scope()
+        )  # draws of the enclosing fp.random.use are made with its key, alike on all ranks
+        if scope is not None:
+            xs.append(scope)
+            dims.append(((),))
+
         def body(shards: list[Tensor]) -> list[Tensor]:
             filled = list(leaves)
-            for i, shard in zip(places, shards, strict=True):
+            for i, shard in zip(places, shards, strict=False):
                 filled[i] = shard
-            return self._results(self.f(*tree.unflatten(treedef, filled)))
+            with contextlib.nullcontext() if scope is None else random.use(shards[-1]):
+                return self._results(self.f(*tree.unflatten(treedef, filled)))
 
         call = ShardMapCall(self.name, self.mesh, body, dims, lambda: self.out_dims, self.check)
         recorder = current_recorder()

@@ -12,7 +12,7 @@ import torch
 from fparallel.layout import Layout, typed
 from fparallel.mesh import Mesh
 from fparallel.recorder import Stage
-from fparallel.region import Dims
+from fparallel.shard_specs import Dims
 
 CALL, CALL_BACKWARD = "fparallel.call.default", "fparallel.call_backward.default"
 MARK_GRADS, MAP = "fparallel.mark_grads.default", "fparallel.map.default"

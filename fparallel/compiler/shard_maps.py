@@ -20,19 +20,8 @@ from fparallel.compiler.varying import Varying, given
 from fparallel.errors import TraceError
 from fparallel.mesh import Mesh
 from fparallel.recorder import current_recorder, recording
-from fparallel.region import (
-    NOWHERE,
-    Axes,
-    Dims,
-    Meeting,
-    Region,
-    ShardMapCall,
-    axes_in,
-    current_region,
-    entered,
-    global_shape,
-    local_shape,
-)
+from fparallel.region import NOWHERE, Meeting, Region, ShardMapCall, current_region, entered
+from fparallel.shard_specs import Axes, Dims, axes_in, global_shape, local_shape
 
 if TYPE_CHECKING:
     from fparallel.compiler.trace import Tracer

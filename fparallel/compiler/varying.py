@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fparallel.compiler.graph import Graph, Node, Value
-from fparallel.region import NOWHERE, Axes, Step
+from fparallel.region import NOWHERE, Step
+from fparallel.shard_specs import Axes
 
 COLLECTIVE, AXIS_INDEX = "fparallel.collective.default", "fparallel.axis_index.default"
 
