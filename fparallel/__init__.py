@@ -1,6 +1,6 @@
 """fparallel: write the training step once, as a pure function for one device, and say where things live."""
 
-from fparallel import optim, random, testing, tree
+from fparallel import lax, optim, random, testing, tree
 from fparallel.api import Compiled, Jitted, Lowered, Traced, eval_shape, jit
 from fparallel.array import (
     Array,
@@ -20,6 +20,7 @@ from fparallel.process import process_count, process_index
 from fparallel.rules import Rules
 from fparallel.schedule import Cluster, Schedule
 from fparallel.schedule.orders import Task, register_order
+from fparallel.shard_map import shard_map
 from fparallel.sharding import NamedSharding, P, PartitionSpec
 from fparallel.transforms import block, grad, value_and_grad, with_sharding_constraint
 from fparallel.tree import TrainState, dataclass, static
@@ -52,6 +53,7 @@ __all__ = [
     "eval_shape",
     "grad",
     "jit",
+    "lax",
     "make_array_from_process_local_data",
     "make_mesh",
     "map_leaves",
@@ -61,6 +63,7 @@ __all__ = [
     "random",
     "register_order",
     "register_rule",
+    "shard_map",
     "static",
     "sum_squares",
     "testing",

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 import torch.utils._pytree as _torch_pytree
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 __all__ = [
     "DataDependentOutputException",
@@ -26,6 +29,7 @@ __all__ = [
     "FakeTensorMode",
     "all_gather_single",
     "cached_property",
+    "correct_aliasing",
     "current_backward_sequence",
     "decomposition",
     "forward_sequence",
@@ -35,6 +39,8 @@ __all__ = [
     "reduce_scatter_single",
     "register_torch_pytree",
     "returns_list",
+    "unwrapped",
+    "without_functorch",
 ]
 
 
@@ -71,6 +77,23 @@ def register_torch_pytree(
 def functorch_active() -> bool:
     """Whether a ``torch.func`` transform (grad, vmap, jvp, ...) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def without_functorch() -> AbstractContextManager[Any]:
+    """Suspends the ``torch.func`` transforms that are running."""
+    return temporarily_clear_interpreter_stack()
+
+
+def unwrapped(x: torch.Tensor) -> torch.Tensor:
+    """The tensor inside the wrappers of ``torch.func`` transforms."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def correct_aliasing(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """The results of a tensor subclass for an operator, those that alias an operand made to do so."""
+    return return_and_correct_aliasing(func, args, kwargs, out)
 
 
 def forward_sequence() -> int:

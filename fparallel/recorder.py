@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fparallel.region import ShardMapCall
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -63,6 +65,7 @@ class Recorder(Protocol):
     def constrain(self, x: Tensor, spec: Any) -> Tensor: ...
     def untraced(self) -> contextlib.AbstractContextManager[None]: ...
     def accumulate(self, loop: Loop) -> list[Tensor]: ...
+    def shard_map(self, call: ShardMapCall, xs: list[Tensor]) -> list[Tensor]: ...
 
 
 _recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(

@@ -337,7 +337,7 @@ def _refuse(*args: Any) -> Any:
     raise AssertionError("this operator only occurs in traces")
 
 
-def _opaque(schema: str, fake: Callable) -> None:
+def define_opaque(schema: str, fake: Callable) -> None:
     name = schema.split("(")[0]
     _library.define(schema)
     _library.impl(name, _refuse, "CompositeExplicitAutograd")
@@ -366,14 +366,14 @@ def _map_fake(leaves: list[Tensor], shared: list[Tensor], index: int) -> list[Te
     return _empties([graph.bodies[b].outputs[k] for k in range(graph.num_outs) for b in graph.body_of])
 
 
-_opaque("call(Tensor[] xs, int block) -> Tensor[]", _call_fake)
-_opaque(
+define_opaque("call(Tensor[] xs, int block) -> Tensor[]", _call_fake)
+define_opaque(
     "call_backward(Tensor[] xs, Tensor token, Tensor[] tangents, int block) -> Tensor[]", _call_backward_fake
 )
-_opaque("map(Tensor[] leaves, Tensor[] shared, int index) -> Tensor[]", _map_fake)
-_opaque(
+define_opaque("map(Tensor[] leaves, Tensor[] shared, int index) -> Tensor[]", _map_fake)
+define_opaque(
     "mark_grads(Tensor[] grads, Tensor[] leaves, str[] paths) -> Tensor[]",
     lambda grads, leaves, paths: [torch.empty_like(g) for g in grads],
 )
-_opaque("constrain(Tensor x, int spec) -> Tensor", lambda x, spec: torch.empty_like(x))
-_opaque("accumulate(Tensor[] whole, Tensor[] batch, Tensor[] keys, int loop) -> Tensor[]", _refuse)
+define_opaque("constrain(Tensor x, int spec) -> Tensor", lambda x, spec: torch.empty_like(x))
+define_opaque("accumulate(Tensor[] whole, Tensor[] batch, Tensor[] keys, int loop) -> Tensor[]", _refuse)

@@ -356,6 +356,7 @@ class Builder:
                         step.reduce,
                         step.cause,
                         step.source,
+                        sources=step.sources,
                     )
                 )
             elif isinstance(step, Transfer):

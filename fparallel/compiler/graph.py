@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from fparallel.layout import Layout, typed
+from fparallel.mesh import Mesh
 from fparallel.recorder import Stage
+from fparallel.shard_specs import Dims
 
 CALL, CALL_BACKWARD = "fparallel.call.default", "fparallel.call_backward.default"
 MARK_GRADS, MAP = "fparallel.mark_grads.default", "fparallel.map.default"
 CONSTRAIN, SUM_SQUARES = "fparallel.constrain.default", "fparallel.sum_squares.default"
-ACCUMULATE = "fparallel.accumulate.default"
+ACCUMULATE, SHARD_MAP = "fparallel.accumulate.default", "fparallel.shard_map.default"
 
 _ids = itertools.count()
 
@@ -133,7 +135,7 @@ def map_values(f: Callable[[Value], Any], arg: Any) -> Any:
     return arg
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
     schema = getattr(node.op, "_schema", None)
     if schema is None or len(node.outs) != 1 or not schema.arguments:
         return False
@@ -168,7 +170,7 @@ class Graph:
                 node.args, node.kwargs = (
                     map_values(lambda v: same.get(v, v), arg) for arg in (node.args, node.kwargs)
                 )
-            if _is_view(node):
+            if is_view(node):
                 key = (node.target, node.phase, _frozen(node.args), _frozen(node.kwargs))
                 first = seen.setdefault(key, node.outs[0])
                 if first is not node.outs[0]:
@@ -283,19 +285,43 @@ class LoopGraph:
 
 
 @dataclass
+class ShardMapGraph:
+    """A function on one rank's shards, or its backward, traced once.
+
+    Attributes:
+      graph: with the shapes of shards.
+      in_dims, out_dims: per input and result the mesh axes that shard each dim of the whole; a 0-d shard may be a
+        whole of one dim.
+      backward: whether results are cotangents, of which sums over ranks may stay pending.
+    """
+
+    name: str
+    mesh: Mesh
+    graph: Graph
+    in_dims: list[Dims]
+    out_dims: list[Dims]
+    backward: bool = False
+
+
+@dataclass
 class Program:
-    """A traced step: its graph, blocks, loops, per-leaf maps and constraints, before any layout is chosen."""
+    """A traced step: its graph and those of its blocks, loops, per-leaf maps and shard_maps, and its constraints.
+
+    No layout has been chosen yet.
+    """
 
     graph: Graph
     blocks: list[BlockGraph]
     maps: list[MapGraph]
     constraints: list[Any]
     loops: list[LoopGraph] = field(default_factory=list)
+    shard_maps: list[ShardMapGraph] = field(default_factory=list)
     grad_paths: dict[Value, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         parts = [f"step\n{self.graph}"]
         parts += [f"loop {i} {loop.name} x {loop.num}\n{loop.graph}" for i, loop in enumerate(self.loops)]
+        parts += [f"shard_map {i} {m.name}\n{m.graph}" for i, m in enumerate(self.shard_maps)]
         parts += [f"block {i} {block.name}\n{block.graph}" for i, block in enumerate(self.blocks)]
         parts += [
             f"map {i} {m.name} body {k}\n{body}"

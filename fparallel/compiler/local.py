@@ -92,7 +92,10 @@ class Op:
 
 @dataclass(eq=False)
 class Comm:
-    """A collective on one tensor; `early`: it was issued long before its output is read (see `early.py`)."""
+    """A collective on one tensor; `early`: it was issued long before its output is read (see `early.py`).
+
+    `sources`: see `schedule/ir.py`.
+    """
 
     kind: str
     axes: tuple[Axis, ...]
@@ -104,6 +107,7 @@ class Comm:
     phase: str = "F"
     early: bool = False
     task: At | None = None
+    sources: tuple[int, ...] = ()
 
     @property
     def inputs(self) -> list[Local]:

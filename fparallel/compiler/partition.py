@@ -15,6 +15,7 @@ from fparallel.compiler.graph import (
     CONSTRAIN,
     MAP,
     MARK_GRADS,
+    SHARD_MAP,
     SUM_SQUARES,
     Graph,
     Node,
@@ -26,6 +27,7 @@ from fparallel.compiler.maps import lower_map
 from fparallel.compiler.propagate import Choice, Operand
 from fparallel.compiler.reshard import cost, plan
 from fparallel.compiler.rules import Placed, Rule, find_rule
+from fparallel.compiler.shards import shard_map
 from fparallel.compiler.special_nodes import constrain, mark_grads, sum_squares
 from fparallel.compiler.unroll import accumulate
 from fparallel.errors import RuleError
@@ -352,4 +354,5 @@ SPECIAL: dict[str, Callable[[Partitioner, Node], None]] = {
     CALL_BACKWARD: call_backward,
     MAP: lower_map,
     ACCUMULATE: accumulate,
+    SHARD_MAP: shard_map,
 }

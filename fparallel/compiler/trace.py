@@ -26,8 +26,19 @@ from fparallel._compat import (
     fresh_fake,
 )
 from fparallel.compiler.blocks import BlockTracing
-from fparallel.compiler.graph import BlockGraph, Graph, LoopGraph, MapGraph, Node, Program, Value, map_values
+from fparallel.compiler.graph import (
+    BlockGraph,
+    Graph,
+    LoopGraph,
+    MapGraph,
+    Node,
+    Program,
+    ShardMapGraph,
+    Value,
+    map_values,
+)
 from fparallel.compiler.loops import LoopTracing
+from fparallel.compiler.shard_maps import ShardMapTracing
 from fparallel.compiler.sources import explain, user_line, variable_of
 from fparallel.errors import FparallelError, TraceError
 from fparallel.layout import Layout, typed
@@ -294,7 +305,7 @@ _ALIASES = {
 }
 
 
-class StepRecorder(BlockTracing, LoopTracing):
+class StepRecorder(BlockTracing, LoopTracing, ShardMapTracing):
     """The recorder of one trace: the current tracer, blocks, loops, maps and constraints."""
 
     def __init__(self, device: str) -> None:
@@ -306,6 +317,7 @@ class StepRecorder(BlockTracing, LoopTracing):
         self.blocks: list[BlockGraph] = []
         self.maps: list[MapGraph] = []
         self.loops: list[LoopGraph] = []
+        self.shard_maps: list[ShardMapGraph] = []
         self.constraints: list[Any] = []
         self.constant_bytes = 0
         self.replay_source = ""
@@ -403,7 +415,8 @@ def trace(
             raise explain(error) from error
     _refuse_complex(graph)
     graph.drop_dead()
-    return Program(graph, recorder.blocks, recorder.maps, recorder.constraints, recorder.loops), extra[0]
+    parts = recorder.blocks, recorder.maps, recorder.constraints, recorder.loops, recorder.shard_maps
+    return Program(graph, *parts), extra[0]
 
 
 def _refuse_complex(graph: Graph) -> None:

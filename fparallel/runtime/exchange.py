@@ -96,17 +96,35 @@ def exchange_of(instr: Collective, schedule: Schedule, rank: int) -> Exchange:
     mesh = schedule.mesh
     members = tuple(sorted(mesh.group(instr.axes, mesh.coords(rank))))
     buffers = schedule.buffers
-    moves = tuple(
-        _move(buffers[src].layout, buffers[dst].layout, bool(instr.reduce), mesh, members, rank)
-        for src, dst in zip(instr.ins, instr.outs, strict=True)
-    )
+    if instr.sources:
+        group = mesh.group(instr.axes, mesh.coords(rank))
+        taken = tuple((group[source], group[to]) for to, source in enumerate(instr.sources) if source != -1)
+        shapes = (buffers[name].layout.local_shape(mesh.coords(rank)) for name in instr.ins)
+        moves = tuple(_pieces(shape, members, taken, rank) for shape in shapes)
+    else:
+        moves = tuple(
+            _move(buffers[src].layout, buffers[dst].layout, bool(instr.reduce), mesh, members, rank)
+            for src, dst in zip(instr.ins, instr.outs, strict=True)
+        )
     axes = "*".join(map(str, instr.axes))
     tensors = "; ".join(f"{buffers[a]} -> {buffers[b]}" for a, b in zip(instr.ins, instr.outs, strict=True))
-    signature = f"{instr.kind}[{axes}] {instr.reduce} {tensors}"
+    sources = f"from {instr.sources} " if instr.sources else ""
+    signature = f"{instr.kind}[{axes}] {instr.reduce} {sources}{tensors}"
     dtype = buffers[instr.outs[0]].dtype
     return Exchange(
         members, members.index(rank), instr.kind, instr.axes, moves, instr.reduce, dtype, signature
     )
+
+
+def _pieces(
+    shape: tuple[int, ...], members: tuple[int, ...], taken: tuple[tuple[int, int], ...], rank: int
+) -> Move:
+    """Whole tensors of one shape that move from rank to rank, by (from, to)."""
+    numel = math.prod(shape)
+    whole = Cut(shape, (), numel) if numel else None
+    sends = tuple(whole if (rank, member) in taken else None for member in members)
+    recvs = tuple(whole if (member, rank) in taken else None for member in members)
+    return Move(sends, recvs, shape, shape)
 
 
 @functools.lru_cache(maxsize=65536)

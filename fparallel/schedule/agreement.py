@@ -53,7 +53,12 @@ def _difference(schedule: Schedule, a: Collective | None, b: Collective | None) 
         return "number"
     if a is b:
         return None
-    for what, x, y in (("op", a.kind, b.kind), ("axes", a.axes, b.axes), ("reduce op", a.reduce, b.reduce)):
+    for what, x, y in (
+        ("op", a.kind, b.kind),
+        ("axes", a.axes, b.axes),
+        ("reduce op", a.reduce, b.reduce),
+        ("sources", a.sources, b.sources),
+    ):
         if x != y:
             return what
     return _tensor_difference(_buffers(schedule, a.ins), _buffers(schedule, b.ins)) or _tensor_difference(

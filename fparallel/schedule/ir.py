@@ -94,7 +94,9 @@ class Collective:
     of one factor's axes, a reduce_scatter turns unreduced axes into the last axes of a factor, an all_reduce removes
     unreduced axes, an all_to_all moves axes from the end of one factor to the end of another, a permute exchanges
     whole shards. `reduce` is "sum", "max", "min" or "" (nothing is reduced). `inplace` (an all_reduce only): the
-    outputs take over the storage of the inputs, which die.
+    outputs take over the storage of the inputs, which die. `sources` (a permute only): the shards move and the layout
+    stays; the member at position j of the group takes the shard of the member at sources[j], or nothing if that is -1:
+    what its output holds is undefined. Without `sources` the members take what the layout of the output says.
     """
 
     kind: str
@@ -105,6 +107,7 @@ class Collective:
     cause: str = ""
     source: str = ""
     inplace: bool = False
+    sources: tuple[int, ...] = ()
 
     @property
     def op(self) -> str:
@@ -311,7 +314,8 @@ class Schedule:
         """Payload that a rank sends in a step, in bytes, without padding.
 
         For n ranks in the group and s bytes of the tensor on one rank outside the collective's own sharding:
-        all_gather, reduce_scatter and all_to_all s(n-1)/n, all_reduce 2s(n-1)/n; a send s.
+        all_gather, reduce_scatter and all_to_all s(n-1)/n, all_reduce 2s(n-1)/n, a permute with sources s times the
+        share of members that another one takes from; a send s.
 
         Args:
           op: a kind of collective, or "send"; None for all.
@@ -341,7 +345,9 @@ class Schedule:
                     size *= Fraction(factor.size, factor.num_shards)
             size *= whole.dtype.itemsize
             if isinstance(instr, Collective):
-                size = size * (n - 1) / n * (2 if instr.kind == "all_reduce" else 1)
+                moved = sum(1 for at, source in enumerate(instr.sources) if source not in (-1, at))
+                share = Fraction(moved if instr.sources else n - 1, n)
+                size = size * share * (2 if instr.kind == "all_reduce" else 1)
             total += size
         return total
 

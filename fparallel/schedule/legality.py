@@ -7,6 +7,7 @@
 | all_reduce | `axes` are no longer unreduced |
 | all_to_all | `axes` have moved from the end of one factor's axes to the end of another's |
 | permute | some of `axes` on factors are replaced by others of `axes`, with equal pieces |
+| permute with sources | nothing has changed; all pieces are equal |
 
 Layouts are compared over common factors and digits of axes. Where a factor is uneven, different axes can
 give equal pieces (1@dp*tp and 1@tp*dp); then what counts is that the members hold what each of them needs.
@@ -19,7 +20,7 @@ import itertools
 import math
 
 from fparallel.factors import Factor, align, atoms_of, refine_axes
-from fparallel.layout import Layout
+from fparallel.layout import Layout, same
 from fparallel.mesh import Axis, axes_text
 from fparallel.schedule.geometry import axis_atoms, member_coords
 from fparallel.schedule.ir import REDUCING
@@ -28,8 +29,12 @@ Pair = tuple[int, Factor, Factor]
 
 
 @functools.lru_cache(maxsize=65536)
-def fault(kind: str, axes: tuple[Axis, ...], reduce: str, src: Layout, dst: Layout) -> str | None:
+def fault(
+    kind: str, axes: tuple[Axis, ...], reduce: str, src: Layout, dst: Layout, sources: tuple[int, ...] = ()
+) -> str | None:
     """What is wrong with a collective from `src` to `dst`; None if it is legal."""
+    if sources:
+        return _sources_fault(kind, axes, src, dst, sources)
     if (kind in REDUCING) != bool(reduce):
         return f"wrong reduce op: {kind} with the reduction {reduce!r}"
     if src.shape != dst.shape:
@@ -56,6 +61,22 @@ def fault(kind: str, axes: tuple[Axis, ...], reduce: str, src: Layout, dst: Layo
     if uneven and _same_axes(kind, moved, src, dst, atoms) and _covered(kind, axes, pairs):
         return None
     return f"wrong axes: {kind}[{axes_text(axes)}] does not lead from {src} to {dst}"
+
+
+def _sources_fault(
+    kind: str, axes: tuple[Axis, ...], src: Layout, dst: Layout, sources: tuple[int, ...]
+) -> str | None:
+    size = math.prod(axis.size for axis in axes)
+    taken = [source for source in sources if source != -1]
+    if kind != "permute":
+        return f"wrong sources: {kind} takes none"
+    if len(sources) != size or len(set(taken)) != len(taken) or not set(taken) <= set(range(size)):
+        return f"wrong sources: {list(sources)} for {size} members"
+    if not same(src, dst):
+        return f"wrong axes: a permute with sources does not lead from {src} to {dst}"
+    if any(f.size % f.num_shards for dim in src.dims for f in dim):
+        return f"wrong shape: a permute with sources of uneven shards, {src}"
+    return None
 
 
 def _unreduced_fault(

@@ -266,11 +266,11 @@ class _Checker:
                 self.fail(
                     number, f"wrong dtype: {other} in a step on {first}", "a bucket has one dtype throughout"
                 )
-            key = (instr.kind, instr.axes, instr.reduce, id(a.layout), id(b.layout))
+            key = (instr.kind, instr.axes, instr.reduce, instr.sources, id(a.layout), id(b.layout))
             if key in self.legal:
                 continue
             self.legal.add(key)
-            problem = fault(instr.kind, instr.axes, instr.reduce, a.layout, b.layout)
+            problem = fault(instr.kind, instr.axes, instr.reduce, a.layout, b.layout, instr.sources)
             if problem is not None:
                 self.fail(
                     number, f"{problem} ({source} -> {target})", "plan the step with the reshard planner"

@@ -290,3 +290,8 @@ def as_complex(x: Tensor) -> Tensor:
 def as_strided(x: Tensor, size: list[int], stride: list[int], offset: int | None) -> Tensor:
     """The strides are those of a contiguous tensor, which a gathered one need not be."""
     return x.contiguous().as_strided(size, stride, offset or 0).clone()
+
+
+def as_vector(x: Tensor) -> Tensor:
+    """A 0-d tensor as one of one element."""
+    return x.reshape(1).clone()

@@ -70,12 +70,14 @@ def _instr(text: str, mesh: Mesh) -> Instr:
         return (Send if op == "send" else Recv)(mesh.axis(axis), int(peer), parse_names(body), cause)
     if op in COLLECTIVES and spec is not None:
         inplace = spec.endswith(" in place")
-        axes, _, reduce = spec.removesuffix(" in place").partition(" ")
+        spec, _, given = spec.removesuffix(" in place").partition(" from ")
+        axes, _, reduce = spec.partition(" ")
+        sources = tuple(map(int, given.split(","))) if given else ()
         ins, arrow, outs = body.partition(" -> ")
         if not arrow:
             raise ValueError(f"{op} is written `{op}[axes]  inputs -> outputs`")
         names = parse_names(ins), parse_names(outs)
-        return Collective(op, mesh.axes(axes), *names, reduce, cause, source, inplace)
+        return Collective(op, mesh.axes(axes), *names, reduce, cause, source, inplace, sources)
     raise ValueError(f"there is no instruction {op!r} of this form")
 
 

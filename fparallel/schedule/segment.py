@@ -86,6 +86,23 @@ class IsFirst:
 
 
 @dataclass(frozen=True)
+class IsMember:
+    """Whether the rank's position along the axes, the last one fastest, is one of `positions`."""
+
+    axes: tuple[Axis, ...]
+    positions: tuple[int, ...]
+
+    def resolve(self, coords: Coords) -> bool:
+        at = 0
+        for axis in self.axes:
+            at = at * axis.size + axis.digit(coords)
+        return at in self.positions
+
+    def __str__(self) -> str:
+        return f"member({','.join(map(str, self.axes))}: {','.join(map(str, self.positions))})"
+
+
+@dataclass(frozen=True)
 class Narrowing:
     """How to slice a local tensor of layout `src` to `dst` (some more axes on some factors).
 
@@ -113,7 +130,7 @@ class Narrowing:
         return f"narrow{self.src}->{self.dst}"
 
 
-Symbol = LocalShape | LocalSize | Runs | IsFirst | Narrowing
+Symbol = LocalShape | LocalSize | Runs | IsFirst | IsMember | Narrowing
 
 
 def map_refs(f: Any, arg: Any) -> Any:

@@ -72,7 +72,8 @@ def _head_body(instr: Instr) -> tuple[str, str]:
     if isinstance(instr, Collective):
         reduce = f" {instr.reduce}" if instr.reduce else ""
         place = " in place" if instr.inplace else ""
-        head = f"{instr.kind}[{'*'.join(map(str, instr.axes))}{reduce}{place}]"
+        sources = f" from {','.join(map(str, instr.sources))}" if instr.sources else ""
+        head = f"{instr.kind}[{'*'.join(map(str, instr.axes))}{reduce}{sources}{place}]"
         return head, f"{names_text(instr.ins)} -> {names_text(instr.outs)}"
     if isinstance(instr, Send):
         return f"send[{instr.axis} {instr.peer}]", names_text(instr.ins)

@@ -93,7 +93,8 @@ class _Kinds:
     def _find(self, instr: Collective) -> tuple[_Key, int]:
         buffers = self.schedule.buffers
         gathers = instr.kind == "all_gather" and self.arguments.issuperset(instr.ins)
-        key = (instr.kind, instr.axes, instr.reduce, buffers[instr.ins[0]].dtype, gathers, instr.inplace)
+        dtype = buffers[instr.ins[0]].dtype
+        key = (instr.kind, instr.axes, instr.reduce, instr.sources, dtype, gathers, instr.inplace)
         read = sum([buffers[name].nbytes for name in instr.ins])
         size = read if instr.inplace else max(read, sum([buffers[name].nbytes for name in instr.outs]))
         return self._keep(instr, self.known.setdefault(key, _Key(gathers)), size)
