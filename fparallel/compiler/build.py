@@ -89,11 +89,13 @@ def group(items: Sequence[Step]) -> list[list[Op] | Other]:
     made: set[Local] = set()
     early = {item.dst for item in items if isinstance(item, Comm) and item.early}
     for item in items:
+        if pending and pending[-1].task is not None and item.task != pending[-1].task:
+            groups.append(pending)  # a task of a pipeline is done before the next begins
+            pending, made = [], set()
         if isinstance(item, Op):
             reads_early = bool(early) and not early.isdisjoint(item.inputs)
             early = set() if reads_early else early
-            apart = pending and (pending[-1].phase != item.phase or pending[-1].task != item.task)
-            if pending and (reads_early or apart):
+            if pending and (reads_early or pending[-1].phase != item.phase):
                 groups.append(pending)
                 pending, made = [], set()
             pending.append(item)
@@ -127,7 +129,7 @@ def retake_views(groups: list[list[Op] | Other]) -> list[list[Op] | Other]:
         ops: list[Op] = []
 
         def fetch(
-            value: Local, own: set = own, again: dict = again, ops: list = ops, phase: str = step[0].phase
+            value: Local, own: set = own, again: dict = again, ops: list = ops, first: Op = step[0]
         ) -> Local:
             if value in again:
                 return again[value]
@@ -138,7 +140,13 @@ def retake_views(groups: list[list[Op] | Other]) -> list[list[Op] | Other]:
                 value.dtype, value.layout, value.name, pinned=value.pinned, static=value.static
             )
             ops.append(
-                dataclasses.replace(op, args=map_locals(fetch, op.args), outs=[again[value]], phase=phase)
+                dataclasses.replace(
+                    op,
+                    args=map_locals(fetch, op.args),
+                    outs=[again[value]],
+                    phase=first.phase,
+                    task=first.task,
+                )
             )
             return again[value]
 

@@ -12,6 +12,7 @@ pipeline is played with the tasks' own costs. So no two ranks wait for each othe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -328,30 +329,34 @@ class _Loop:
                     fix="run the backwards of a stage after its forwards, later stages first",
                 )
         self.times = done
-        self.sent: list[tuple[float, int, Sent]] = []
-        for index, sends in projection.sent.items():
-            if index >= 0 and id(projection.placed[index]) in task_of:
-                end = done[task_of[id(projection.placed[index])]][1]
-                self.sent += [(end, index, sent) for sent in sends]
-        self.indices = {index for _, index, _ in self.sent}
+        self.sent: dict[Task, list[tuple[Key, Sent]]] = {}
+        self.indices: set[int] = set()
+        self._pack(projection, task_of)
 
-    def events(self, rank: int) -> list[tuple[Key, Task | Sent]]:
+    def _pack(self, projection: Projection, task_of: Mapping[int, Task]) -> None:
+        """What a task gives to one rank goes together, when the task ends."""
+        packed: dict[tuple[Task, int, int], tuple[int, Sent]] = {}
+        for index, sends in projection.sent.items():
+            task = task_of.get(id(projection.placed[index])) if index >= 0 else None
+            if task is None:
+                continue
+            self.indices.add(index)
+            for sent in sends:
+                key = (task, sent.source, sent.target)
+                first, known = packed.setdefault(key, (index, Sent(sent.source, sent.target)))
+                known.values.extend(sent.values)
+                packed[key] = min(first, index), known
+        for (task, _, target), (index, sent) in packed.items():
+            self.sent.setdefault(task, []).append(((self.times[task][1], 0, index, target), sent))
+
+    def events(self, rank: int) -> list[Task | Sent]:
         """The tasks of a rank and what it sends and receives, in an order that all ranks share."""
         events: list[tuple[Key, Task | Sent]] = [
             ((self.times[task][0], 1, 0, 0), task) for task in self.plan.rows[rank] if task in self.tasks
         ]
-        packed: dict[tuple[float, int, int], tuple[int, Sent]] = {}
-        for end, index, sent in self.sent:  # what a task gives to one rank goes together
-            key = (end, sent.source, sent.target)
-            first, known = packed.setdefault(key, (index, Sent(sent.source, sent.target)))
-            known.values.extend(sent.values)
-            packed[key] = min(first, index), known
-        events += [
-            ((end, 0, index, target), sent)
-            for (end, source, target), (index, sent) in packed.items()
-            if rank in (source, target)
-        ]
-        return sorted(events, key=lambda event: event[0])
+        for pairs in self.sent.values():
+            events += [pair for pair in pairs if rank in (pair[1].source, pair[1].target)]
+        return [event for _, event in sorted(events, key=lambda event: event[0])]
 
 
 class _Emitter:
@@ -362,22 +367,38 @@ class _Emitter:
         self.axis = projection.pipeline.axis
         self.items: list[Step] = []
         self.emitted: set[int] = set()
+        self.early: set[int] = set()  # what has been sent before its task ended
         self.in_loops = {index for loop in loops for index in loop.indices}
         position = -1
         for loop in loops:
             self._outside(position, loop.first)
             position = loop.first
-            for _, event in loop.events(rank):
+            events = loop.events(rank)
+            for i, event in enumerate(events):
                 if isinstance(event, Sent):
-                    self._transfer(event)
+                    if id(event) not in self.early:
+                        self._transfer(event)
                     continue
-                for placed in loop.tasks[event]:
-                    self._emit(placed, placed.task)
+                others = itertools.takewhile(
+                    lambda e: isinstance(e, Sent) and e.source == rank, events[i + 1 :]
+                )
+                self._task(loop.tasks[event], [sent for sent in others if isinstance(sent, Sent)])
         self._outside(position, len(projection.placed))
         for value, home in zip(projection.results, projection.out_homes, strict=True):
             maker = projection.maker.get(value)
             if maker is not None and home in (None, rank):
                 self._emit(maker, None)
+
+    def _task(self, items: Sequence[Placed], leaving: Sequence[Sent]) -> None:
+        """A task; what other ranks wait for leaves as soon as it is made."""
+        left = list(leaving)
+        for placed in items:
+            self._emit(placed, placed.task)
+            while left and all(
+                self.projection.maker[value].index in self.emitted for value in left[0].values
+            ):
+                self.early.add(id(left[0]))
+                self._transfer(left.pop(0), placed.task)
 
     def _outside(self, begin: int, end: int) -> None:
         """What stands between loops, in the program's order."""
@@ -391,14 +412,14 @@ class _Emitter:
                 for sent in self.projection.sent.get(index, ()):
                     self._transfer(sent)
 
-    def _transfer(self, sent: Sent) -> None:
+    def _transfer(self, sent: Sent, task: At | None = None) -> None:
         cause = f"pipeline rank {sent.source} to {sent.target}"
         if sent.source == self.rank:
             for value in sent.values:
                 maker = self.projection.maker.get(value)
                 if maker is not None:
                     self._emit(maker, None)
-            self.items.append(Transfer("send", self.axis, sent.target, sent.values, cause))
+            self.items.append(Transfer("send", self.axis, sent.target, sent.values, cause, task=task))
         elif sent.target == self.rank:
             self.items.append(Transfer("recv", self.axis, sent.source, sent.values, cause))
 
@@ -419,7 +440,7 @@ class _Emitter:
             if isinstance(item, Join):
                 self._join(item)
             else:
-                self.items.append(replace(item, task=task) if _floats(now) else item)
+                self.items.append(_in_task(item, task) if _floats(now) else item)
 
     def _join(self, join: Join) -> None:
         parts, partial = join.parts.get(self.rank, []), join.partial
@@ -440,6 +461,13 @@ class _Emitter:
                 self.items.append(Op("aten.add.Tensor", (total, part), {}, [added], source, "U"))
                 total = added
         self.items.append(join.comm)
+
+
+def _in_task(item: Item, task: At | None) -> Item:
+    """What every stage makes for itself, as a part of the task that needs it first."""
+    if task is None or not isinstance(item, Op):
+        return replace(item, task=task)
+    return replace(item, task=task, phase="F" if task.kind == "F" else "B")
 
 
 def _floats(placed: Placed) -> bool:
