@@ -89,6 +89,23 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+class Stage(nn.Module):
+    """One of the equal parts of GPT for a pipeline; its parameters have GPT's names."""
+
+    def __init__(self, cfg: Config, stage: int, stages: int) -> None:
+        super().__init__()
+        layers = range(cfg.layers * stage // stages, cfg.layers * (stage + 1) // stages)
+        self.embed = Embed(cfg) if stage == 0 else None
+        self.blocks = nn.ModuleDict({str(i): Block(cfg) for i in layers})
+        self.head = Head(cfg) if stage == stages - 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) if self.embed is not None else x
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(x) if self.head is not None else x
+
+
 @torch.no_grad()
 def init_(module: nn.Module, cfg: Config) -> nn.Module:
     """Gives every parameter its initial value, in place, by its name."""

@@ -59,20 +59,24 @@ def model_config(cfg: Config) -> gpt.Config:
     )
 
 
-def make_functions(cfg: Config, *, dtype: torch.dtype = torch.float32) -> Functions:
-    """The training step of the peers, written for one device."""
+def make_functions(cfg: Config, *, dtype: torch.dtype = torch.float32, micro: int = 1) -> Functions:
+    """The training step of the peers, written for one device; the batch in `micro` parts."""
     sizes = model_config(cfg)
     tx = fp.optim.chain(
         fp.optim.clip_by_global_norm(work.CLIP),
         fp.optim.adamw(work.LR, *work.BETAS, eps=work.EPS, weight_decay=work.WEIGHT_DECAY),
     )
 
+    grad_fn = fp.value_and_grad(gpt.loss)
+    if micro > 1:
+        grad_fn = fp.accumulate(grad_fn, num_microbatches=micro)
+
     def init_state(key: Tensor) -> Any:
         params = gpt.init_params(key, sizes, dtype=dtype)
         return fp.TrainState(step=0, params=params, opt_state=tx.init(params), key=key)
 
     def train_step(state: Any, batch: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-        loss, grads = fp.value_and_grad(gpt.loss)(state.params, batch)
+        loss, grads = grad_fn(state.params, batch)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = fp.optim.apply_updates(state.params, updates)
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), {"loss": loss}
@@ -81,10 +85,12 @@ def make_functions(cfg: Config, *, dtype: torch.dtype = torch.float32) -> Functi
 
 
 def make_rules(names: tuple[str, ...], zero: int) -> Any:
-    """Rules for a mesh with axes among dp and tp."""
+    """Rules for a mesh with axes among dp, pp and tp."""
     logical = {"batch": "dp"} if "dp" in names else {}
     if "tp" in names:
         logical |= dict.fromkeys(("heads", "mlp", "vocab"), "tp")
+    if "pp" in names:
+        logical["layers"] = "pp"
     rules = fp.Rules(**logical)
     return rules.zero(zero, axis="dp") if zero else rules
 

@@ -8,16 +8,23 @@ from benchmarks.harness import Peer
 from benchmarks.instructions import InstructionTimes
 from fparallel import P
 
-peer = Peer(mesh="dp=2", zero=0, compile="eager", instructions=0)
+peer = Peer(mesh="dp=2", zero=0, compile="eager", instructions=0, micro=1, pipeline="1f1b")
 args, cfg = peer.args, peer.cfg
 names, sizes = zip(*(part.split("=") for part in args.mesh.split(",")), strict=True)
 mesh = fp.make_mesh(
     [int(size) for size in sizes], names, kind="job" if peer.world > 1 else "simulated", device="cpu"
 )
 rules = training.make_rules(names, args.zero)
-functions = training.make_functions(cfg)
+functions = training.make_functions(cfg, micro=args.micro)
 init = fp.jit(functions.init_state, mesh=mesh, rules=rules)
-train = fp.jit(functions.train_step, mesh=mesh, rules=rules, donate_argnums=0, compile=args.compile)
+train = fp.jit(
+    functions.train_step,
+    mesh=mesh,
+    rules=rules,
+    donate_argnums=0,
+    compile=args.compile,
+    pipeline=args.pipeline,
+)
 
 state = init(fp.random.key(0))
 state = state.replace(params=training.initial_params(cfg, state.params))
