@@ -22,7 +22,7 @@ from fparallel.schedule import Cluster, Schedule
 from fparallel.schedule.orders import Task, register_order
 from fparallel.shard_map import shard_map
 from fparallel.sharding import NamedSharding, P, PartitionSpec
-from fparallel.transforms import block, grad, value_and_grad, with_sharding_constraint
+from fparallel.transforms import block, grad, stage_boundary, value_and_grad, with_sharding_constraint
 from fparallel.tree import TrainState, dataclass, static
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "register_order",
     "register_rule",
     "shard_map",
+    "stage_boundary",
     "static",
     "sum_squares",
     "testing",

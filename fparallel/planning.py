@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fparallel import tree
 from fparallel.arguments import Arguments
 from fparallel.array import Array, ShapeDtypeStruct
-from fparallel.compiler.graph import has_gradients
+from fparallel.compiler.graph import has_boundaries, has_gradients
 from fparallel.compiler.lower import LoweredProgram
 from fparallel.errors import ShardingError
 from fparallel.layout import Layout, typed
@@ -168,12 +168,24 @@ class Planner:
         """How the function is cut into the stages of a pipeline; the leaves' pipeline ranks are noted in the plans."""
         if order is not None:
             find_order(order, self.mesh.size)
-        leaves = None if has_gradients(traced.program) else traced.arguments.leaves
-        staging = Staging.of([*plans, *out_plans], self.mesh, order, leaves)
-        if staging is None or not any(plan.layer for plan in [*plans, *out_plans]):
-            return staging
+        learns, cut = has_gradients(traced.program), has_boundaries(traced.program)
+        staging = Staging.of(
+            [*plans, *out_plans], self.mesh, order, None if learns else traced.arguments.leaves
+        )
+        if staging is None:
+            return None
+        layered = any(plan.layer for plan in [*plans, *out_plans])
+        if not layered and not cut:
+            used = {axis.name for plan in plans for axis in plan.storage.sharded_axes}
+            if learns and staging.axis not in used:
+                raise ShardingError(
+                    f"{self.name}: nothing lies on the mesh axis {staging.axis}={staging.ranks}",
+                    fix=f'give the index of a list of layers to it, Annotated[list[Block], "layers"] with '
+                    f'fp.Rules(layers="{staging.axis}"), or cut with fp.stage_boundary(x)',
+                )
+            return None
         for some in (plans, out_plans):
-            if any(plan.layer is not None for plan in some):
+            if cut or any(plan.layer is not None for plan in some):
                 staging.settle(some)
         if staging.given:
             for plan, leaf in zip(plans, traced.arguments.leaves, strict=True):

@@ -257,3 +257,33 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
     return tree.map(
         lambda leaf: _Constrain.apply(leaf, spec, recorder) if isinstance(leaf, Tensor) else leaf, x
     )
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, recorder: Recorder) -> Tensor:
+        return recorder.stage_boundary(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, x: Tensor, recorder: Recorder) -> tuple[Tensor, int | None]:
+        return _Boundary.apply(x, recorder), in_dims[0]
+
+
+def stage_boundary(x: Any) -> Any:
+    """Cuts a pipeline by hand: what depends on `x` (a tensor, or every leaf of a tree) is of the next stage, or later.
+
+    The identity in value, and without effect on a mesh that has no axis `pp`. Where a loop has boundaries, they alone
+    cut it, and rules that put layers on the axis say nothing. With more of them than stages, neighbours share a stage.
+    """
+    recorder = current_recorder()
+    if recorder is None:
+        return x
+    return tree.map(lambda leaf: _Boundary.apply(leaf, recorder) if isinstance(leaf, Tensor) else leaf, x)

@@ -72,6 +72,7 @@ def block_template(
     if key in context.templates:
         return context.templates[key]
     p = outer.fresh()
+    p.block = block.name
     inputs = []
     for value, layout, (pinned, static) in zip(block.inputs, layouts, flags, strict=True):
         local = Local(value.dtype, layout, value.name, pinned=pinned, static=static)

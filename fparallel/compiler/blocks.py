@@ -376,4 +376,5 @@ define_opaque(
     lambda grads, leaves, paths: [torch.empty_like(g) for g in grads],
 )
 define_opaque("constrain(Tensor x, int spec) -> Tensor", lambda x, spec: torch.empty_like(x))
+define_opaque("stage_boundary(Tensor x) -> Tensor", torch.empty_like)
 define_opaque("accumulate(Tensor[] whole, Tensor[] batch, Tensor[] keys, int loop) -> Tensor[]", _refuse)

@@ -18,6 +18,7 @@ CALL, CALL_BACKWARD = "fparallel.call.default", "fparallel.call_backward.default
 MARK_GRADS, MAP = "fparallel.mark_grads.default", "fparallel.map.default"
 CONSTRAIN, SUM_SQUARES = "fparallel.constrain.default", "fparallel.sum_squares.default"
 ACCUMULATE, SHARD_MAP = "fparallel.accumulate.default", "fparallel.shard_map.default"
+STAGE_BOUNDARY = "fparallel.stage_boundary.default"
 
 _ids = itertools.count()
 
@@ -333,5 +334,14 @@ class Program:
 
 def has_gradients(program: Program) -> bool:
     """Whether a step differentiates anything."""
+    return _has(program, MARK_GRADS)
+
+
+def has_boundaries(program: Program) -> bool:
+    """Whether a step is cut by hand into stages."""
+    return _has(program, STAGE_BOUNDARY)
+
+
+def _has(program: Program, target: str) -> bool:
     graphs = [program.graph, *(loop.graph for loop in program.loops)]
-    return any(node.target == MARK_GRADS for graph in graphs for node in graph.nodes)
+    return any(node.target == target for graph in graphs for node in graph.nodes)

@@ -16,6 +16,7 @@ from fparallel.compiler.graph import (
     MAP,
     MARK_GRADS,
     SHARD_MAP,
+    STAGE_BOUNDARY,
     SUM_SQUARES,
     Graph,
     Node,
@@ -28,7 +29,7 @@ from fparallel.compiler.propagate import Choice, Operand
 from fparallel.compiler.reshard import cost, plan
 from fparallel.compiler.rules import Placed, Rule, find_rule
 from fparallel.compiler.shards import shard_map
-from fparallel.compiler.special_nodes import constrain, mark_grads, sum_squares
+from fparallel.compiler.special_nodes import constrain, mark_grads, stage_boundary, sum_squares
 from fparallel.compiler.unroll import accumulate
 from fparallel.errors import RuleError
 from fparallel.layout import Layout, same, typed
@@ -48,6 +49,7 @@ class Partitioner:
         self.hints: dict[Value, Layout] = {}
         self.in_update = False
         self.in_loop = False
+        self.block = ""  # the block that this is the inside of
         self.saved: dict[Value, tuple[Template, Saved, list[Value]]] = {}
 
     def fresh(self) -> Partitioner:
@@ -350,6 +352,7 @@ SPECIAL: dict[str, Callable[[Partitioner, Node], None]] = {
     MARK_GRADS: mark_grads,
     CONSTRAIN: constrain,
     SUM_SQUARES: sum_squares,
+    STAGE_BOUNDARY: stage_boundary,
     CALL: call,
     CALL_BACKWARD: call_backward,
     MAP: lower_map,

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from fparallel.compiler.context import Lazy
 from fparallel.compiler.graph import Node, Value
-from fparallel.compiler.local import Local, Op
+from fparallel.compiler.local import BOUNDARY, Local, Op
+from fparallel.errors import ShardingError
 from fparallel.factors import atoms_of
 from fparallel.layout import Layout, same
 from fparallel.schedule.segment import IsFirst
@@ -41,6 +42,24 @@ def constrain(p: Partitioner, node: Node) -> None:
     value, index = node.args
     layout = p.context.constrain(p.context.program.constraints[index], value.shape)
     made = p.get(value, layout, cause="sharding constraint", source=node.source, phase=node.phase)
+    p.env[node.outs[0]] = [made]
+
+
+def stage_boundary(p: Partitioner, node: Node) -> None:
+    """A copy by name: of the next stage of a pipeline, or nothing without one."""
+    (value,) = node.args
+    if p.block:
+        raise ShardingError(
+            f"a stage boundary inside the block {p.block}, which lies on one stage as a whole",
+            fix="put fp.stage_boundary between blocks",
+            where=node.source,
+        )
+    if p.context.pipeline is None:
+        p.env[node.outs[0]] = p.env[value]
+        return
+    local = p.get(value, p.lies(value), cause="stage boundary", source=node.source, phase=node.phase)
+    made = Local(local.dtype, local.layout)
+    p.items.append(Op(BOUNDARY, (local,), {}, [made], node.source, node.phase, view=True))
     p.env[node.outs[0]] = [made]
 
 

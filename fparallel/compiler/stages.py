@@ -143,6 +143,7 @@ class _Levels:
         self.has_backward = {id(item.saved) for item in items if isinstance(item, Call) and item.backward}
         self.forward_of: dict[int, Item] = {}
         self.highest = 0
+        self.forward = forward_items(items)
 
     def run(self) -> list[int | None]:
         if not any(map(self._reads_params, self.items)):
@@ -230,7 +231,7 @@ class _Levels:
         return any(self.kind.get(out) == ACTIVATION for out in item.outs if out is not None)
 
     def _is_forward(self, item: Item) -> bool:
-        return item.phase != "B" and not (isinstance(item, Call) and item.backward)
+        return id(item) in self.forward
 
     def _of(self, values: Iterable[Local], chosen: Callable[[Item], bool]) -> list[int]:
         """The known levels of the activations among values whose makers are chosen."""
@@ -278,3 +279,15 @@ class _Levels:
         else:
             level = min(cotangents, default=self.highest)
         self.level[id(item)] = min([level, *cotangents])
+
+
+def forward_items(items: Sequence[Item]) -> set[int]:
+    """The ids of the items of the forward, and of those that it depends on (it may itself take gradients)."""
+    read: set[Local] = set()
+    found: set[int] = set()
+    for item in reversed(items):
+        backward = item.phase in ("B", "U") or (isinstance(item, Call) and item.backward)
+        if not backward or any(out in read for out in item.outs):
+            found.add(id(item))
+            read.update(item.inputs)
+    return found

@@ -388,6 +388,9 @@ class StepRecorder(BlockTracing, LoopTracing, ShardMapTracing):
         self.constraints.append(spec)
         return torch.ops.fparallel.constrain(x, len(self.constraints) - 1)
 
+    def stage_boundary(self, x: Tensor) -> Tensor:
+        return torch.ops.fparallel.stage_boundary(x)
+
 
 def trace(
     fn: Callable, avals: Sequence[tuple[tuple[int, ...], torch.dtype]], names: Sequence[str], device: str

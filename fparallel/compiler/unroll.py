@@ -18,6 +18,7 @@ from fparallel.compiler.context import Lazy, Roles
 from fparallel.compiler.graph import MARK_GRADS, LoopGraph, Node, Value
 from fparallel.compiler.local import At, Call, Comm, Item, Local, Op, Saved, drop_dead, map_locals
 from fparallel.compiler.memory import halve
+from fparallel.compiler.stages import forward_items
 from fparallel.errors import ShardingError
 from fparallel.layout import Layout, typed
 from fparallel.microbatches import ROWS, wide
@@ -143,10 +144,12 @@ class _Copies:
         self.terms = {k: [local] for k, local in enumerate(results)}
         self.at: dict[int, At | None] = {}
         if self.pipeline is not None:
-            if find_order(self.pipeline.order, self.pipeline.ranks)[0].splits:
-                items = halve_calls(items)
+            splits = find_order(self.pipeline.order, self.pipeline.ranks)[0].splits
+            items = halve_calls(items) if splits else items
             stages = self.pipeline.assign(items, num, source)
-            items, self.terms, self.at = spread(items, stages, self.terms, rows, len(self.pipeline.plans) - 1)
+            items, self.terms, self.at = spread(
+                items, stages, self.terms, rows, len(self.pipeline.plans) - 1, splits
+            )
         self.items = items
         self.readers: dict[Local, list[int]] = {}
         for k, locals_ in self.terms.items():
@@ -277,6 +280,7 @@ def spread(
     terms: dict[int, list[Local]],
     rows: set[int],
     loop: int,
+    splits: bool,
 ) -> tuple[list[Item], dict[int, list[Local]], dict[int, At | None]]:
     """The items with their tasks, and per result the terms of which it is the sum.
 
@@ -323,7 +327,7 @@ def spread(
         found[k] = [local] if k in rows else split(local)
     wanted = [local for locals_ in found.values() for local in locals_]
     items = drop_dead([*items, *more], wanted)
-    halved = any(isinstance(item, Call) and item.half for item in items)
+    forward = forward_items(items)
     readers: dict[Local, list[Item]] = {}
     awaited: set[int] = set()  # backward items that other stages, or gradients of earlier blocks, wait for
     at: dict[int, At | None] = {}
@@ -338,8 +342,7 @@ def spread(
             awaited.add(id(item))
         for value in item.inputs:
             readers.setdefault(value, []).append(item)
-        backward = item.phase == "B" or (isinstance(item, Call) and item.backward)
-        kind = "F" if not backward else "B" if first or not halved else "W"
+        kind = "F" if id(item) in forward else "B" if first or not splits else "W"
         at[id(item)] = At(loop, stage, kind)
     return items, found, at
 
