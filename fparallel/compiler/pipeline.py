@@ -149,7 +149,10 @@ class Projection:
         if not common:
             largest = max(
                 (value for value in item.inputs if self._lies(value) != self.all),
-                key=lambda value: value.layout.max_local_numel * value.dtype.itemsize,
+                key=lambda value: (
+                    value.nbytes,
+                    -min(self._lies(value)),
+                ),  # a tied leaf lies on its first stage
             )
             common = frozenset([min(self._lies(largest))])
         self._put(item, common)
