@@ -210,6 +210,7 @@ def pipelined_cases(
         dict(case.names).get("embed") is not None
     ):  # an axis of the batch, perhaps, which constraints cannot have twice
         made = [replace(block, constrain=False) for block in made]
+        case = replace(case, names=tuple(pair for pair in case.names if pair[0] != "seq"))
     names = (*case.names, ("layers", "pp"))
     return replace(case, mesh=tuple(mesh), names=names, blocks=tuple(made), pipeline=order)
 
