@@ -64,8 +64,8 @@ class Options:
     """Parts of the batch that a step computes one after the other: activations of one part at a time."""
 
     pipeline: str = "1f1b"
-    """The order of a pipeline over a mesh axis pp: 1f1b, gpipe, interleaved (interleaved:3 for 3 chunks a rank), zb_h1
-    or zb_v."""
+    """The order of a pipeline over a mesh axis pp: 1f1b, gpipe, interleaved (interleaved:3 for 3 chunks a rank), zb_h1,
+    zb_v, or auto for the fastest."""
 
     steps: int = 300
     """Training steps."""

@@ -10,6 +10,7 @@ hand. The levels are then cut into stages so that the slowest stage is as fast a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -18,7 +19,18 @@ from fparallel.compiler.local import BOUNDARY, Call, Comm, Item, Local, Op
 from fparallel.compiler.memory import halve, split
 from fparallel.errors import ShardingError
 from fparallel.mesh import Axis
-from fparallel.schedule.orders import Plan, balance, find_order, make_plan
+from fparallel.schedule.auto import best_rows
+from fparallel.schedule.orders import (
+    Plan,
+    Rows,
+    Task,
+    balance,
+    find_order,
+    make_plan,
+    needs,
+    plan_times,
+    times,
+)
 
 FREE, PARAM, ACTIVATION = "free", "param", "activation"
 
@@ -36,6 +48,7 @@ class Pipeline:
       homes: the pipeline rank of a parameter outside of layers, by its Local: where it is read first.
       roots: of what is made of parameters alone, these parameters.
       plans: by number of a loop the plan of its tasks.
+      rows: the tasks that "auto" has found for the loop that decided on the stages.
     """
 
     axis: Axis
@@ -48,6 +61,7 @@ class Pipeline:
     homes: dict[Local, int] = field(default_factory=dict)
     roots: dict[Local, frozenset[Local]] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
+    rows: Rows | None = None
 
     @property
     def ranks(self) -> int:
@@ -81,6 +95,44 @@ class Pipeline:
             inside = halve(item.block).first if item.half == "B" else halve(item.block).second
         return sum(self.flops(inner) for inner in inside)
 
+    def choose(self, items: Sequence[Item], micros: int, where: str) -> None:
+        """Turns the order "auto" into the fastest of all orders for what the tasks of this loop cost.
+
+        Those of one stage a rank keep no more micro-batches than 1f1b does on its first rank.
+        """
+        if self.order != "auto" or self.cut is not None:
+            return
+        self.learn(items)
+        levels = _Levels(self, items, where).run()
+        num = 1 + max((level for level in levels if level is not None), default=-1)
+        forward = forward_items(items)
+        costs = {kind: [0.0] * num for kind in "FBW"}
+        for item, level in zip(items, levels, strict=True):
+            if level is None:
+                continue
+            late = (
+                sum(map(self.flops, halve(item.block).second))
+                if isinstance(item, Call) and item.backward
+                else 0
+            )
+            costs["F" if id(item) in forward else "B"][level] += self.flops(item) - late
+            costs["W"][level] += late
+        found: list[tuple[float, str, Rows | None]] = []
+        for name in ("1f1b", "interleaved", "zb_h1", "zb_v"):
+            order, chunks = find_order(name, self.ranks)
+            if num < self.ranks * chunks:
+                continue
+            cut = balance([sum(costs[kind][i] for kind in "FBW") for i in range(num)], self.ranks * chunks)
+            cost = _TaskCosts(costs, cut, order.splits)
+            plan = make_plan(name, self.ranks, micros)
+            found.append((max(end for _, end in plan_times(plan, cost).values()), name, None))
+            if name == "zb_h1":
+                rows = best_rows(self.ranks, micros, cost, in_flight=[self.ranks] * self.ranks)
+                end = max(stop for _, stop in times(rows, lambda t: needs(t, self.ranks), cost)[0].values())
+                found.append((end, "auto", rows))
+        if found:
+            _, self.order, self.rows = min(found, key=lambda one: one[0])
+
     def assign(self, items: Sequence[Item], micros: int, where: str) -> list[int | None]:
         """The stage of every item of a loop's body, None for what each stage makes as it needs it.
 
@@ -89,6 +141,8 @@ class Pipeline:
         self.learn(items)
         levels = _Levels(self, items, where).run()
         plan = make_plan(self.order, self.ranks, micros)
+        if self.rows is not None and sum(map(len, self.rows)) == sum(map(len, plan.rows)):
+            plan = dataclasses.replace(plan, rows=self.rows)
         self.plans.append(plan)
         if not any(level is not None for level in levels):
             return levels
@@ -279,6 +333,19 @@ class _Levels:
         else:
             level = min(cotangents, default=self.highest)
         self.level[id(item)] = min([level, *cotangents])
+
+
+class _TaskCosts:
+    """The flops of a task, from those of its levels; one more, so that none is free."""
+
+    def __init__(self, costs: dict[str, list[float]], cut: Sequence[int], splits: bool) -> None:
+        self.costs = {kind: [1.0] * (max(cut) + 1) for kind in "FBW"}
+        for kind, values in costs.items():
+            for stage, value in zip(cut, values, strict=True):
+                self.costs[kind if splits or kind == "F" else "B"][stage] += value
+
+    def __call__(self, task: Task) -> float:
+        return self.costs[task.kind][task.stage]
 
 
 def forward_items(items: Sequence[Item]) -> set[int]:

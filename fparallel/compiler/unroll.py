@@ -144,6 +144,7 @@ class _Copies:
         self.terms = {k: [local] for k, local in enumerate(results)}
         self.at: dict[int, At | None] = {}
         if self.pipeline is not None:
+            self.pipeline.choose(items, num, source)
             splits = find_order(self.pipeline.order, self.pipeline.ranks)[0].splits
             items = halve_calls(items) if splits else items
             stages = self.pipeline.assign(items, num, source)

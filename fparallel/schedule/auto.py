@@ -12,7 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fparallel.errors import ScheduleError
-from fparallel.schedule.orders import KINDS, Cost, Rows, Task, gpipe, needs, one_f_one_b, times, zb_h1
+from fparallel.schedule.orders import (
+    KINDS,
+    Cost,
+    Rows,
+    Task,
+    gpipe,
+    needs,
+    one_f_one_b,
+    register_order,
+    times,
+    unit_cost,
+    zb_h1,
+)
 
 ROUNDING = 1e-9  # times that differ by no more, relatively, count as equal
 F, B, W = range(3)
@@ -192,3 +204,9 @@ def _play(ranks: int, micros: int, costs: Table, left: Table, bound: list[int], 
                 moved = moved or free[s] <= now
         now = min((time for time in free if time > now), default=now)
     return rows
+
+
+@register_order("auto", splits=True)
+def auto(ranks: int, micros: int, chunks: int) -> Rows:
+    """The best order for equal costs; under `fp.jit` the best of all for what the step's tasks cost."""
+    return best_rows(ranks, micros, unit_cost, in_flight=[ranks] * ranks)

@@ -120,7 +120,7 @@ def find_order(text: str, ranks: int) -> tuple[Order, int]:
         near = difflib.get_close_matches(name, ORDERS, 1)
         raise ScheduleError(
             f"there is no pipeline order {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            + (f"; did you mean {near[0]!r}?" if near else ".")
             + f" The orders are {', '.join(ORDERS)}",
             fix="name one of them, or register yours with fp.register_order",
         )

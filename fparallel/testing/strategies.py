@@ -193,7 +193,7 @@ def cases(
 def pipelined_cases(
     draw: st.DrawFn,
     *,
-    orders: Sequence[str] = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"),
+    orders: Sequence[str] = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "auto"),
     base: st.SearchStrategy[Case] | None = None,
 ) -> Case:
     """A training step of at least as many blocks as stages, on a mesh with a pipeline axis among the others."""
