@@ -171,7 +171,9 @@ class TestSchedules:
 class TestPrograms:
     def test_init_then_step_then_another_function(self):
         def init(key):
-            blocks = [{"w": fp.random.normal(fp.random.fold_in(key, i), (DIM, DIM), dtype=F64)} for i in range(6)]
+            blocks = [
+                {"w": fp.random.normal(fp.random.fold_in(key, i), (DIM, DIM), dtype=F64)} for i in range(6)
+            ]
             return {"params": {"blocks": blocks, "out": torch.ones(DIM, 40 * DIM, dtype=F64)}}
 
         def loss(params, batch):
@@ -217,7 +219,9 @@ class TestPrograms:
         params = {"inp": p["inp"], "encoder": p["blocks"][:4], "decoder": p["blocks"][4:], "out": p["out"]}
         rules = fp.Rules({"encoder": "layers", "decoder": "layers"}, layers="pp")
         for order, ranks in (("1f1b", 4), ("zb_h1", 4), ("interleaved:2", 2), ("zb_v", 2)):
-            check_step(sgd_step(loss, 3), params, {"x": matrix(3, 6, DIM)}, ranks=ranks, order=order, rules=rules)
+            check_step(
+                sgd_step(loss, 3), params, {"x": matrix(3, 6, DIM)}, ranks=ranks, order=order, rules=rules
+            )
 
     @pytest.mark.parametrize("order", ORDER_NAMES)
     def test_a_parameter_used_on_every_stage(self, order):

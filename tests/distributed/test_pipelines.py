@@ -16,7 +16,7 @@ transports = pytest.mark.parametrize("transport", CPU_TRANSPORTS)
 def test_data_pipeline_and_tensor_ranks_with_zero(tmp_path, transport):
     """Axes dp, pp and tp of two ranks each, and ZeRO-3."""
     job = Job(
-        workers.gpt_steps, 8, tmp_path, (2, 2, 2), [("1f1b", 2, 3)], environment=CPU_TRANSPORTS[transport]
+        workers.gpt_steps, 8, tmp_path, (2, 2, 2), 2, [("1f1b", 2, 3)], environment=CPU_TRANSPORTS[transport]
     )
     check(job.finish())
 
@@ -24,13 +24,19 @@ def test_data_pipeline_and_tensor_ranks_with_zero(tmp_path, transport):
 @transports
 def test_four_stages(tmp_path, transport):
     """Fewer micro-batches than stages, one, and more."""
-    runs = [(order, micros, 0) for order in ("1f1b", "zb_h1") for micros in (1, 3, 8)]
-    check(Job(workers.gpt_steps, 4, tmp_path, (1, 4, 1), runs, environment=CPU_TRANSPORTS[transport]).finish())
+    runs = [("1f1b", 1, 0), ("zb_h1", 8, 0)]
+    if transport == "reads":
+        runs += [("1f1b", 3, 0), ("zb_h1", 1, 0)]
+    check(
+        Job(
+            workers.gpt_steps, 4, tmp_path, (1, 4, 1), 4, runs, environment=CPU_TRANSPORTS[transport]
+        ).finish()
+    )
 
 
-def test_zero_and_every_order(tmp_path):
-    runs = [(order, 2, 3) for order in ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")]
-    check(Job(workers.gpt_steps, 4, tmp_path, (2, 2, 1), runs).finish())
+def test_zero_and_orders(tmp_path):
+    runs = [(order, 2, 3) for order in ("interleaved", "zb_h1", "zb_v")]
+    check(Job(workers.gpt_steps, 4, tmp_path, (2, 2, 1), 4, runs).finish())
 
 
 @transports
