@@ -13,7 +13,7 @@ pipeline is played with the tasks' own costs. So no two ranks wait for each othe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,11 +64,19 @@ class Placed:
 
 @dataclass
 class Sent:
-    """Values that one pipeline rank sends to another."""
+    """Values that one pipeline rank sends to another, at the end of a task or between loops."""
 
     source: int
     target: int
     values: list[Local] = field(default_factory=list)
+    task: Task | None = None
+
+    @property
+    def cause(self) -> str:
+        text = f"pipeline rank {self.source} to {self.target}"
+        if self.task is None:
+            return text
+        return f"{text}, {self.task.kind} stage {self.task.stage} of micro-batch {self.task.micro}"
 
 
 class Projection:
@@ -94,6 +102,7 @@ class Projection:
         self.maker: dict[Local, Placed] = {}
         self.partial: dict[Local, dict[int, list[Local]]] = {}
         self.joined: dict[Local, Local] = {}
+        self.flows_to = self._flows_to(items, zip(results, wanted, strict=True))
         for item in items:
             self._place(item)
         self.results = [self._result(local, wish) for local, wish in zip(results, wanted, strict=True)]
@@ -155,7 +164,26 @@ class Projection:
                 ),  # a tied leaf lies on its first stage
             )
             common = frozenset([min(self._lies(largest))])
+            wish = next((self.flows_to[out] for out in item.outs if out in self.flows_to), None)
+            if wish is not None and any(wish in self._lies(value) for value in item.inputs):
+                common = frozenset([wish])
         self._put(item, common)
+
+    def _flows_to(
+        self, items: Sequence[Item], wishes: Iterable[tuple[Local, int | str | None]]
+    ) -> dict[Local, int]:
+        """The rank on which a value outside of loops ends: that of a result, or of an argument read beside it."""
+        ends = {local: wish for local, wish in wishes if isinstance(wish, int)}
+        for item in reversed(items):
+            if item.task is not None:
+                continue
+            arguments = [v for v in item.inputs if v in self.at and not _is_small(v)]
+            found = [ends[out] for out in item.outs if out is not None and out in ends]
+            found += [min(self.at[v]) for v in arguments if self.at[v] != self.all]
+            if found:
+                for value in item.inputs:
+                    ends.setdefault(value, found[0])
+        return ends
 
     def _whole(self, value: Local) -> Local:
         """The value itself, not a sum that is spread over the axis."""
@@ -346,7 +374,7 @@ class _Loop:
             self.indices.add(index)
             for sent in sends:
                 key = (task, sent.source, sent.target)
-                first, known = packed.setdefault(key, (index, Sent(sent.source, sent.target)))
+                first, known = packed.setdefault(key, (index, Sent(sent.source, sent.target, task=task)))
                 known.values.extend(sent.values)
                 packed[key] = min(first, index), known
         for (task, _, target), (index, sent) in packed.items():
@@ -416,15 +444,14 @@ class _Emitter:
                     self._transfer(sent)
 
     def _transfer(self, sent: Sent, task: At | None = None) -> None:
-        cause = f"pipeline rank {sent.source} to {sent.target}"
         if sent.source == self.rank:
             for value in sent.values:
                 maker = self.projection.maker.get(value)
                 if maker is not None:
                     self._emit(maker, None)
-            self.items.append(Transfer("send", self.axis, sent.target, sent.values, cause, task=task))
+            self.items.append(Transfer("send", self.axis, sent.target, sent.values, sent.cause, task=task))
         elif sent.target == self.rank:
-            self.items.append(Transfer("recv", self.axis, sent.source, sent.values, cause))
+            self.items.append(Transfer("recv", self.axis, sent.source, sent.values, sent.cause))
 
     def _emit(self, placed: Placed, task: At | None) -> None:
         """An item, and before it what every stage makes for itself, if it is not there yet."""

@@ -3,7 +3,8 @@
 Every layer of the lists that the rules put on the pipeline axis is a level. What reads a layer's parameters is of its
 level; other ops follow their activations: a forward op is of the highest level of what it reads, and one that reads
 none but parameters and the batch (an embedding) of the lowest level that reads it; a backward op is of the level of
-the forward values that it reads or, without any, of the lowest level of the cotangents that it reads. What depends on
+the forward values that it reads or, without any, of the lowest level of the cotangents that it reads; but what leads
+to the gradient of a layer's parameter is not of a lower level than the layer's. What depends on
 the batch alone or on parameters alone has no level: each stage that needs it makes it. `stage_boundary` makes levels by
 hand. The levels are then cut into stages so that the slowest stage is as fast as can be.
 """
@@ -11,7 +12,7 @@ hand. The levels are then cut into stages so that the slowest stage is as fast a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -95,7 +96,7 @@ class Pipeline:
             inside = halve(item.block).first if item.half == "B" else halve(item.block).second
         return sum(self.flops(inner) for inner in inside)
 
-    def choose(self, items: Sequence[Item], micros: int, where: str) -> None:
+    def choose(self, items: Sequence[Item], micros: int, where: str, param_of: Mapping[Local, Local]) -> None:
         """Turns the order "auto" into the fastest of all orders for what the tasks of this loop cost.
 
         Those of one stage a rank keep no more micro-batches than 1f1b does on its first rank.
@@ -103,7 +104,7 @@ class Pipeline:
         if self.order != "auto" or self.cut is not None:
             return
         self.learn(items)
-        levels = _Levels(self, items, where).run()
+        levels = _Levels(self, items, where, param_of).run()
         num = 1 + max((level for level in levels if level is not None), default=-1)
         forward = forward_items(items)
         costs = {kind: [0.0] * num for kind in "FBW"}
@@ -133,13 +134,18 @@ class Pipeline:
         if found:
             _, self.order, self.rows = min(found, key=lambda one: one[0])
 
-    def assign(self, items: Sequence[Item], micros: int, where: str) -> list[int | None]:
+    def assign(
+        self, items: Sequence[Item], micros: int, where: str, param_of: Mapping[Local, Local]
+    ) -> list[int | None]:
         """The stage of every item of a loop's body, None for what each stage makes as it needs it.
 
         A plan for the loop's tasks is appended to `plans`.
+
+        Args:
+          param_of: the parameter of every gradient among the results.
         """
         self.learn(items)
-        levels = _Levels(self, items, where).run()
+        levels = _Levels(self, items, where, param_of).run()
         plan = make_plan(self.order, self.ranks, micros)
         if self.rows is not None and sum(map(len, self.rows)) == sum(map(len, plan.rows)):
             plan = dataclasses.replace(plan, rows=self.rows)
@@ -187,8 +193,10 @@ class Pipeline:
 class _Levels:
     """Finds the level of every item of a body; see the module docstring."""
 
-    def __init__(self, pipeline: Pipeline, items: Sequence[Item], where: str) -> None:
-        self.pipeline, self.items, self.where = pipeline, items, where
+    def __init__(
+        self, pipeline: Pipeline, items: Sequence[Item], where: str, param_of: Mapping[Local, Local]
+    ) -> None:
+        self.pipeline, self.items, self.where, self.param_of = pipeline, items, where, param_of
         self.kind: dict[Local, str] = {}
         self.level: dict[int, int] = {}  # of an item, by id
         self.maker: dict[Local, Item] = {out: item for item in items for out in item.outs if out is not None}
@@ -196,6 +204,7 @@ class _Levels:
         self.boundaries = any(isinstance(item, Op) and item.target == BOUNDARY for item in items)
         self.has_backward = {id(item.saved) for item in items if isinstance(item, Call) and item.backward}
         self.forward_of: dict[int, Item] = {}
+        self.least: dict[Local, int] = {}  # the highest layer to whose parameters' gradients a value leads
         self.highest = 0
         self.forward = forward_items(items)
 
@@ -213,6 +222,7 @@ class _Levels:
                 self._forward(item)
         self._lowest_readers()
         self.highest = max(self.level.values(), default=0)  # the backward begins there
+        self._highest_gradients()
         for item in self.items:
             if not self._is_forward(item) and self._active(item):
                 self._backward(item)
@@ -322,6 +332,17 @@ class _Levels:
             for value in item.inputs:
                 lowest[value] = min(lowest.get(value, self.level[id(item)]), self.level[id(item)])
 
+    def _highest_gradients(self) -> None:
+        for grad, param in self.param_of.items():
+            at = self._anchor(param)
+            if at is not None:
+                self.least[grad] = at
+        for item in reversed(self.items):
+            found = [self.least[out] for out in item.outs if out is not None and out in self.least]
+            if found and not self._is_forward(item):
+                for value in item.inputs:
+                    self.least[value] = max(*found, self.least.get(value, 0))
+
     def _backward(self, item: Item) -> None:
         cotangents = self._of(item.inputs, lambda maker: not self._is_forward(maker))
         primals = self._of(item.inputs, self._is_forward)
@@ -332,6 +353,7 @@ class _Levels:
             level = max(primals + anchors)
         else:
             level = min(cotangents, default=self.highest)
+        level = max([level, *(self.least[out] for out in item.outs if out is not None and out in self.least)])
         self.level[id(item)] = min([level, *cotangents])
 
 

@@ -7,7 +7,7 @@ parameters (a gathered weight, a transpose) is made for each micro-batch and fre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,12 @@ def accumulate(p: Partitioner, node: Node) -> None:
                 _result(body, value, kind) for value, kind in zip(loop.graph.outputs, loop.kinds, strict=True)
             ]
             items = drop_dead(body.items, results)
-            copies = _Copies(p, items, results, formals, set(rows), node.source, loop.num)
+            param_of = {
+                local: entry[0]
+                for value, local in zip(loop.graph.outputs, results, strict=True)
+                if value in leaf_of and isinstance(entry := p.env[leaf_of[value][0]], list)
+            }
+            copies = _Copies(p, items, results, formals, set(rows), node.source, loop.num, param_of)
         made = copies.run(m, actual)
         for k in rows:
             rows[k].append(made[k])
@@ -135,6 +140,7 @@ class _Copies:
         rows: set[int],
         source: str,
         num: int,
+        param_of: Mapping[Local, Local],
     ) -> None:
         self.p, self.results, self.formals, self.source = p, results, formals, source
         self.totals: dict[tuple[int, Local], Local] = {}
@@ -144,10 +150,10 @@ class _Copies:
         self.terms = {k: [local] for k, local in enumerate(results)}
         self.at: dict[int, At | None] = {}
         if self.pipeline is not None:
-            self.pipeline.choose(items, num, source)
+            self.pipeline.choose(items, num, source, param_of)
             splits = find_order(self.pipeline.order, self.pipeline.ranks)[0].splits
             items = halve_calls(items) if splits else items
-            stages = self.pipeline.assign(items, num, source)
+            stages = self.pipeline.assign(items, num, source, param_of)
             items, self.terms, self.at = spread(
                 items, stages, self.terms, rows, len(self.pipeline.plans) - 1, splits
             )

@@ -19,7 +19,18 @@ from fparallel.runtime.exchange import axis_peer, exchange_of
 from fparallel.runtime.handshake import fingerprint, parts_of
 from fparallel.runtime.segments import bind, failing_op
 from fparallel.runtime.transport.base import Pending, Slots, Step, Task, Transport
-from fparallel.schedule.ir import Collective, Free, Program, Recv, Run, Schedule, Send, Wait, wait_names
+from fparallel.schedule.ir import (
+    Collective,
+    Free,
+    Instr,
+    Program,
+    Recv,
+    Run,
+    Schedule,
+    Send,
+    Wait,
+    wait_names,
+)
 from fparallel.schedule.text import instr_text
 
 
@@ -99,6 +110,11 @@ class Executor:
         return results
 
 
+def _with_cause(instr: Instr) -> str:
+    cause = getattr(instr, "cause", "")
+    return instr_text(instr) + (f"  # {cause}" if cause else "")
+
+
 class _BoundProgram:
     """The program of one rank as a list of closures over a list of buffers."""
 
@@ -172,10 +188,10 @@ class _BoundProgram:
         if number >= len(self.program.instrs):
             return where + "at the end of its program"
         instr = self.program.instrs[number]
-        lines = [f"{where}{number:04d}  {instr_text(instr)}"]
+        lines = [f"{where}{number:04d}  {_with_cause(instr)}"]
         if isinstance(instr, Wait):
             waited = [self.program.instrs[n] for n in self.joins[number]]
-            lines += [f"    for {instr_text(other)}" for other in waited]
+            lines += [f"    for {_with_cause(other)}" for other in waited]
             lines += [
                 f"    at {other.source}" for other in waited if isinstance(other, Collective) and other.source
             ]
