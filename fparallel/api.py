@@ -411,8 +411,8 @@ def jit(
       static_argnums, static_argnames: hashable arguments that are part of the program.
       memory_budget: bytes per rank that the schedule's named buffers may take.
       pipeline: the order in which the stages of a pipeline run micro-batches, where rules put the layers of a list on
-        a mesh axis: "1f1b" (if None), "gpipe", "interleaved" or "interleaved:3" (chunks a rank), "zb_h1", "zb_v", "auto"
-        (the fastest for what the stages cost), or one registered with `register_order`.
+        a mesh axis: "1f1b" (if None), "gpipe", "interleaved" or "interleaved:3" (chunks a rank), "zb_h1", "zb_v",
+        "auto" (the fastest for what the stages cost), or one registered with `register_order`.
       strict: an error for every reshard that communicates and was not asked for; plain arguments are compared
         across ranks at every step.
       compile: "eager" or "inductor": how the segments of local compute run.

@@ -397,7 +397,7 @@ class TestErrors:
             ({"order": "zb_v:3"}, ScheduleError, r"zb_v needs 2 chunks a rank"),
             ({"order": "interleaved:x"}, ScheduleError, r"'x' is no number of chunks"),
             ({"rows": 5}, FparallelError, r"5 rows.*2"),
-            ({"rules": fp.Rules()}, ShardingError, r"pipeline axis pp=2"),
+            ({"rules": fp.Rules()}, ShardingError, r"mesh axis pp=2"),
         ],
     )
     def test_bad_input(self, options, kind, text):
