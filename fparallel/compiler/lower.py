@@ -28,6 +28,7 @@ from fparallel.compiler.local import Roles as Placement
 from fparallel.compiler.maps import fuse_maps
 from fparallel.compiler.partition import Partitioner
 from fparallel.compiler.pipeline import Projection
+from fparallel.compiler.pipeline_programs import programs
 from fparallel.compiler.rules import find_rule
 from fparallel.compiler.stages import Pipeline
 from fparallel.layout import Layout, mesh_atoms, same
@@ -163,7 +164,7 @@ def _projection(
     def place(items: list[Item]) -> Placement:
         projection = Projection(pipeline, mesh, items, lie, results, wishes)
         homes[:] = projection.out_homes
-        return projection.roles()
+        return programs(projection)
 
     return place
 

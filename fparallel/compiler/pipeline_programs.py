@@ -1,0 +1,218 @@
+"""The program of every pipeline rank: its tasks, what it makes for them, what it sends and receives, in one order.
+
+Sends and receives stand in one order that all ranks agree on: that in which the tasks end when the order of the
+pipeline is played with the tasks' own costs. So no two ranks wait for each other, however sends are carried out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fparallel.compiler.local import At, Comm, Item, Local, Op, Role, Roles, Step, Transfer
+from fparallel.compiler.pipeline import Join, Placed, Sent
+from fparallel.errors import ScheduleError
+from fparallel.layout import Layout
+from fparallel.schedule.orders import Task, times
+from fparallel.schedule.segment import LocalShape
+
+if TYPE_CHECKING:
+    from fparallel.compiler.pipeline import Projection
+
+Key = tuple[float, int, int, int]
+
+
+def programs(projection: Projection) -> Roles:
+    """The program of every pipeline rank."""
+    pipeline = projection.pipeline
+    loops = [_Loop(projection, number) for number in range(len(pipeline.plans))]
+    loops = sorted((loop for loop in loops if loop.tasks), key=lambda loop: loop.first)
+    roles = []
+    for rank in sorted(projection.all):
+        held = [rank in projection.at[local] for local in projection.arguments]
+        given = [home in (None, rank) for home in projection.out_homes]
+        at = ((pipeline.axis.name, rank),)
+        roles.append(Role(at, _Emitter(projection, rank, loops).items, held, given))
+    return Roles(roles, projection.results)
+
+
+class _Loop:
+    """The tasks of a loop, with their costs and times."""
+
+    def __init__(self, projection: Projection, number: int) -> None:
+        self.plan = projection.pipeline.plans[number]
+        self.tasks: dict[Task, list[Placed]] = {}
+        for placed in projection.placed:
+            at = placed.task
+            if placed.ranks and at is not None and at.loop == number and at.stage is not None:
+                self.tasks.setdefault(Task(at.kind, at.stage, at.micro), []).append(placed)
+        if not self.tasks:
+            return
+        self.first = min(placed.index for items in self.tasks.values() for placed in items)
+        task_of = {id(placed): task for task, items in self.tasks.items() for placed in items}
+        need: dict[Task, set[Task]] = {}
+        flops: dict[Task, float] = {}
+        for task, items in self.tasks.items():
+            makers = [projection.maker.get(v) for placed in items for v in placed.item.inputs]
+            need[task] = {task_of[id(m)] for m in makers if m is not None and id(m) in task_of} - {task}
+            flops[task] = sum(
+                projection.pipeline.flops(p.item) for p in items if not isinstance(p.item, Join)
+            )
+        least = max(flops.values()) * 1e-6 + 1.0
+        done, at_most = times(
+            self.plan.rows, lambda task: need.get(task, ()), lambda task: flops.get(task, 0.0) + least
+        )
+        for rank, row in enumerate(self.plan.rows):
+            if at_most[rank] < len(row):
+                task = row[at_most[rank]]
+                missing = ", ".join(str(other) for other in need[task] if other not in done)
+                raise ScheduleError(
+                    f"the order {self.plan.name} runs {task} before {missing}, whose results it reads",
+                    fix="run the backwards of a stage after its forwards, later stages first",
+                )
+        self.times = done
+        self.sent: dict[Task, list[tuple[Key, Sent]]] = {}
+        self.indices: set[int] = set()
+        self._pack(projection, task_of)
+
+    def _pack(self, projection: Projection, task_of: Mapping[int, Task]) -> None:
+        """What a task gives to one rank goes together, when the task ends."""
+        packed: dict[tuple[Task, int, int], tuple[int, Sent]] = {}
+        for index, sends in projection.sent.items():
+            task = task_of.get(id(projection.placed[index])) if index >= 0 else None
+            if task is None:
+                continue
+            self.indices.add(index)
+            for sent in sends:
+                key = (task, sent.source, sent.target)
+                first, known = packed.setdefault(key, (index, Sent(sent.source, sent.target, task=task)))
+                known.values.extend(sent.values)
+                packed[key] = min(first, index), known
+        for (task, _, target), (index, sent) in packed.items():
+            self.sent.setdefault(task, []).append(((self.times[task][1], 0, index, target), sent))
+
+    def events(self, rank: int) -> list[Task | Sent]:
+        """The tasks of a rank and what it sends and receives, in an order that all ranks share."""
+        events: list[tuple[Key, Task | Sent]] = [
+            ((self.times[task][0], 1, 0, 0), task) for task in self.plan.rows[rank] if task in self.tasks
+        ]
+        for pairs in self.sent.values():
+            events += [pair for pair in pairs if rank in (pair[1].source, pair[1].target)]
+        return [event for _, event in sorted(events, key=lambda event: event[0])]
+
+
+class _Emitter:
+    """Writes the program of one pipeline rank."""
+
+    def __init__(self, projection: Projection, rank: int, loops: Sequence[_Loop]) -> None:
+        self.projection, self.rank = projection, rank
+        self.axis = projection.pipeline.axis
+        self.items: list[Step] = []
+        self.emitted: set[int] = set()
+        self.early: set[int] = set()  # what has been sent before its task ended
+        self.in_loops = {index for loop in loops for index in loop.indices}
+        position = -1
+        for loop in loops:
+            self._outside(position, loop.first)
+            position = loop.first
+            events = loop.events(rank)
+            for i, event in enumerate(events):
+                if isinstance(event, Sent):
+                    if id(event) not in self.early:
+                        self._transfer(event)
+                    continue
+                others = itertools.takewhile(
+                    lambda e: isinstance(e, Sent) and e.source == rank, events[i + 1 :]
+                )
+                self._task(loop.tasks[event], [sent for sent in others if isinstance(sent, Sent)])
+        self._outside(position, len(projection.placed))
+        for value, home in zip(projection.results, projection.out_homes, strict=True):
+            maker = projection.maker.get(value)
+            if maker is not None and home in (None, rank):
+                self._emit(maker, None)
+
+    def _task(self, items: Sequence[Placed], leaving: Sequence[Sent]) -> None:
+        """A task; what other ranks wait for leaves as soon as it is made."""
+        left = list(leaving)
+        for placed in items:
+            self._emit(placed, placed.task)
+            while left and all(
+                self.projection.maker[value].index in self.emitted for value in left[0].values
+            ):
+                self.early.add(id(left[0]))
+                self._transfer(left.pop(0), placed.task)
+
+    def _outside(self, begin: int, end: int) -> None:
+        """What stands between loops, in the program's order."""
+        for index in range(begin, end):
+            if index >= 0:
+                placed = self.projection.placed[index]
+                item = placed.item
+                if placed.task is None or (isinstance(item, Comm) and item.early):
+                    self._emit(placed, None)
+            if index not in self.in_loops:
+                for sent in self.projection.sent.get(index, ()):
+                    self._transfer(sent)
+
+    def _transfer(self, sent: Sent, task: At | None = None) -> None:
+        if sent.source == self.rank:
+            for value in sent.values:
+                maker = self.projection.maker.get(value)
+                if maker is not None:
+                    self._emit(maker, None)
+            self.items.append(Transfer("send", self.axis, sent.target, sent.values, sent.cause, task=task))
+        elif sent.target == self.rank:
+            self.items.append(Transfer("recv", self.axis, sent.source, sent.values, sent.cause))
+
+    def _emit(self, placed: Placed, task: At | None) -> None:
+        """An item, and before it what every stage makes for itself, if it is not there yet."""
+        left = [(placed, False)]
+        while left:
+            now, ready = left.pop()
+            if now.index in self.emitted or self.rank not in now.ranks:
+                continue
+            if not ready:
+                left.append((now, True))
+                makers = [self.projection.maker.get(value) for value in now.item.inputs]
+                left += [(maker, False) for maker in reversed(makers) if maker is not None and _floats(maker)]
+                continue
+            self.emitted.add(now.index)
+            item = now.item
+            if isinstance(item, Join):
+                self._join(item)
+            else:
+                self.items.append(_in_task(item, task) if _floats(now) else item)
+
+    def _join(self, join: Join) -> None:
+        parts, partial = join.parts.get(self.rank, []), join.partial
+        source = join.comm.source
+        if not parts:
+            layout = Layout(partial.layout.dims)
+            kwargs: dict[str, Any] = {"dtype": partial.dtype, "device": self.projection.mesh.device}
+            self.items.append(
+                Op("aten.full.default", (LocalShape(layout), 0), kwargs, [partial], source, "U")
+            )
+        elif len(parts) == 1:
+            self.items.append(Op("local.own", (parts[0],), {}, [partial], source, "U"))
+        else:
+            total = parts[0]
+            for i, part in enumerate(parts[1:]):
+                last = i == len(parts) - 2
+                added = partial if last else Local(total.dtype, total.layout)
+                self.items.append(Op("aten.add.Tensor", (total, part), {}, [added], source, "U"))
+                total = added
+        self.items.append(join.comm)
+
+
+def _in_task(item: Item, task: At | None) -> Item:
+    """What every stage makes for itself, as a part of the task that needs it first."""
+    if task is None or not isinstance(item, Op):
+        return replace(item, task=task)
+    return replace(item, task=task, phase="F" if task.kind == "F" else "B")
+
+
+def _floats(placed: Placed) -> bool:
+    """Whether every stage that needs an item runs it, when it needs it."""
+    return placed.task is not None and placed.task.stage is None
