@@ -17,8 +17,7 @@ from fparallel.compiler.block_calls import gradient_hints
 from fparallel.compiler.context import Lazy, Roles
 from fparallel.compiler.graph import MARK_GRADS, LoopGraph, Node, Value
 from fparallel.compiler.local import At, Call, Comm, Item, Local, Op, Saved, drop_dead, map_locals
-from fparallel.compiler.memory import halve
-from fparallel.compiler.stages import forward_items
+from fparallel.compiler.loop_tasks import halve_calls, spread
 from fparallel.errors import ShardingError
 from fparallel.layout import Layout, typed
 from fparallel.microbatches import ROWS, wide
@@ -279,94 +278,6 @@ class _Copies:
             self.p.items.append(Op("aten.add.Tensor", (first, other), {}, [made], self.source, "B"))
             first = made
         return first
-
-
-def spread(
-    items: Sequence[Item],
-    stages: Sequence[int | None],
-    terms: dict[int, list[Local]],
-    rows: set[int],
-    loop: int,
-    splits: bool,
-) -> tuple[list[Item], dict[int, list[Local]], dict[int, At | None]]:
-    """The items with their tasks, and per result the terms of which it is the sum.
-
-    A gradient that is a sum over stages (of a parameter that several read) is added up per stage over all
-    micro-batches, so that it is sent once a step and not once for each.
-    """
-    stage_of = {id(item): stage for item, stage in zip(items, stages, strict=True)}
-    maker = {out: item for item in items for out in item.outs if out is not None}
-    more: list[Item] = []
-
-    def of(local: Local) -> int | None:
-        return stage_of[id(maker[local])] if local in maker else None
-
-    def split(local: Local) -> list[Local]:
-        item = maker.get(local)
-        if isinstance(item, Comm) and item.kind in ("reduce_scatter", "all_reduce") and item.reduce == "sum":
-            parts = split(item.src)
-            if len(parts) == 1:
-                return [local]
-            made = [replace(item, src=part, dst=Local(local.dtype, local.layout)) for part in parts]
-            for part, comm in zip(parts, made, strict=True):
-                stage_of[id(comm)] = of(part)
-                maker[comm.dst] = comm
-            more.extend(made)
-            return [comm.dst for comm in made]
-        adds = (
-            isinstance(item, Op)
-            and item.target == "aten.add.Tensor"
-            and len(item.args) == 2
-            and not item.kwargs
-        )
-        if (
-            not adds
-            or item is None
-            or any(x.layout != local.layout for x in item.inputs)
-            or len(item.inputs) != 2
-        ):
-            return [local]
-        parts = [part for value in item.inputs for part in split(value)]
-        return parts if len({of(part) for part in parts}) > 1 else [local]
-
-    found: dict[int, list[Local]] = {}
-    for k, (local,) in terms.items():
-        found[k] = [local] if k in rows else split(local)
-    wanted = [local for locals_ in found.values() for local in locals_]
-    items = drop_dead([*items, *more], wanted)
-    forward = forward_items(items)
-    readers: dict[Local, list[Item]] = {}
-    awaited: set[int] = set()  # backward items that other stages, or gradients of earlier blocks, wait for
-    at: dict[int, At | None] = {}
-    for item in reversed(items):
-        stage = stage_of[id(item)]
-        reading = [reader for out in item.outs if out is not None for reader in readers.get(out, ())]
-        if isinstance(item, Call) and item.half:
-            first = item.half == "B"
-        else:
-            first = any(id(reader) in awaited or stage_of[id(reader)] != stage for reader in reading)
-        if first:
-            awaited.add(id(item))
-        for value in item.inputs:
-            readers.setdefault(value, []).append(item)
-        kind = "F" if id(item) in forward else "B" if first or not splits else "W"
-        at[id(item)] = At(loop, stage, kind)
-    return items, found, at
-
-
-def halve_calls(items: Sequence[Item]) -> list[Item]:
-    """Every backward of a block as two: B, the gradients that earlier blocks wait for, and W, those of parameters."""
-    made: list[Item] = []
-    for item in items:
-        if not isinstance(item, Call) or not item.backward:
-            made.append(item)
-            continue
-        gives = halve(item.block).gives
-        for half in "BW":
-            outs = [out for out, first in zip(item.outs, gives, strict=True) if first == (half == "B")]
-            if outs:
-                made.append(replace(item, outs=outs, half=half))
-    return made
 
 
 # ---------------------------------------------------------------- into and out of the loop
