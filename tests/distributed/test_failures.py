@@ -37,6 +37,18 @@ def test_a_killed_rank_ends_the_others_with_a_report(tmp_path, transport):
 
 
 @transports
+def test_a_rank_that_died_between_steps_is_missed_when_a_step_is_issued(tmp_path, transport):
+    job = Job(workers.step_forever, 3, tmp_path, 60.0, 1, 1.5, environment=CPU_TRANSPORTS[transport])
+    job.until("stepping")
+    os.kill(job.processes[1].pid, signal.SIGKILL)
+    (first, _, third) = job.finish(timeout=60)
+    for rank, (code, output) in ((0, first), (2, third)):
+        assert code == 1
+        assert "a peer is gone" in output
+        assert f"rank {rank}  (dp={rank})" in output and "peers: " in output
+
+
+@transports
 def test_a_silent_rank_ends_the_others_at_the_deadline(tmp_path, transport):
     job = Job(workers.step_forever, 2, tmp_path, 2.0, 1, environment=CPU_TRANSPORTS[transport])
     job.until("stepping")

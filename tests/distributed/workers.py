@@ -144,8 +144,13 @@ def different_constants(rank: int, num_ranks: int) -> None:
     )
 
 
-def step_forever(rank: int, num_ranks: int, deadline: float, sleeper: int | None = None) -> None:
-    """Steps until something happens; rank `sleeper` stops stepping after the third, and the others say so."""
+def step_forever(
+    rank: int, num_ranks: int, deadline: float, sleeper: int | None = None, pause: float = 0.0
+) -> None:
+    """Steps until something happens; rank `sleeper` stops stepping after the third, and the others say so.
+
+    They pause then for some seconds, in which it may die.
+    """
     schedule, arguments, _ = matmul_over(size=num_ranks)
     transport = DistributedTransport(schedule.mesh, deadline=deadline)
     executor = Executor(schedule, transport)
@@ -157,6 +162,8 @@ def step_forever(rank: int, num_ranks: int, deadline: float, sleeper: int | None
             threading.Thread(target=_say_when_waiting, args=(transport,), daemon=True).start()
         if step == 3 and rank == sleeper:
             threading.Event().wait()
+        if step == 3:
+            time.sleep(pause)
         executor.run(
             [[layout.shard(value, at).clone() for layout, value in zip(layouts, arguments, strict=True)]]
         )

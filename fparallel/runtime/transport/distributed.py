@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from fparallel.errors import ExecutionError
 from fparallel.mesh import Axis, Mesh
@@ -118,13 +119,26 @@ class DistributedTransport:
         return dist.new_group(list(members), timeout=timedelta(seconds=self.deadline), backend=backend)
 
     def collective(self, rank: int, exchange: Exchange) -> Issue:
-        return self._group(communicator(exchange.axes)).collective(exchange)
+        return self._issued(self._group(communicator(exchange.axes)).collective(exchange))
 
     def send(self, rank: int, peer: int, axis: Axis, signature: str) -> Issue:
-        return _communicators()[self.one_way[axis]].send(peer)
+        return self._issued(_communicators()[self.one_way[axis]].send(peer))
 
     def recv(self, rank: int, peer: int, axis: Axis, signature: str) -> Issue:
-        return _communicators()[self.one_way[axis]].recv(peer)
+        return self._issued(_communicators()[self.one_way[axis]].recv(peer))
+
+    def _issued(self, issue: Issue) -> Issue:
+        """A peer that died may first be missed where a step is issued, not where one is waited for."""
+
+        def step(given: Sequence[Tensor], made: Sequence[Tensor]) -> Any:
+            try:
+                return issue(given, made)
+            except (RuntimeError, OSError) as error:
+                if isinstance(error, (OSError, dist.DistError)) or any(word in str(error) for word in _LOST):
+                    raise self._lost(error) from error
+                raise
+
+        return step
 
     def execute(self, tasks: Sequence[Task]) -> None:
         """Runs this rank's task to its end; see `Transport.execute`."""
@@ -150,15 +164,18 @@ class DistributedTransport:
             print(f"fparallel: interrupted in a wait\n{self._report()}", file=sys.stderr, flush=True)
             raise
         except RuntimeError as error:
-            assert self.task is not None
-            text = str(error).splitlines()[0]
-            late = "imed out" in text or "timeout" in text.lower()
-            why = f"no answer within the deadline of {self.deadline:g} s" if late else "a peer is gone"
-            raise ExecutionError(
-                f"{why}: {text}\n{self._report()}",
-                fix="look for the rank that failed first; this one only waited for it"
-                + (", or raise the deadline if a step takes longer" if late else ""),
-            ) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> ExecutionError:
+        """What an error of the network means."""
+        text = str(error).splitlines()[0]
+        late = "imed out" in text or "timeout" in text.lower()
+        why = f"no answer within the deadline of {self.deadline:g} s" if late else "a peer is gone"
+        return ExecutionError(
+            f"{why}: {text}\n{self._report()}",
+            fix="look for the rank that failed first; this one only waited for it"
+            + (", or raise the deadline if a step takes longer" if late else ""),
+        )
 
     def _report(self) -> str:
         task = self.task
@@ -210,6 +227,7 @@ class DistributedTransport:
         return known[key]
 
 
+_LOST = ("gloo", "NCCL", "onnection", "ocket")  # of errors in which torch says no more than RuntimeError
 _COMMUNICATORS: dict[Any, Any] = {}
 _WORLD: list[Any] = [None]
 
