@@ -184,6 +184,7 @@ class Planner:
                     f'fp.Rules(layers="{staging.axis}"), or cut with fp.stage_boundary(x)',
                 )
             return None
+        self._check_free(staging.axis, [*plans, *out_plans])
         for some in (plans, out_plans):
             if cut or any(plan.layer is not None for plan in some):
                 staging.settle(some)
@@ -192,6 +193,24 @@ class Planner:
                 if plan.home is not None and isinstance(leaf, Array) and leaf.home is not None:
                     plan.home = leaf.home
         return staging
+
+    def _check_free(self, axis: str, plans: Sequence[LeafPlan]) -> None:
+        """The axis of the stages shards nothing."""
+        names = self.rules.names if self.rules is not None else {}
+        lists = {name for leaf in plans if leaf.layer is not None for name in [leaf.layer.name]}
+        for name, axes in names.items():
+            if name not in lists and axis in ((axes,) if isinstance(axes, str) else axes or ()):
+                raise ShardingError(
+                    f"the rule {name}={axes!r} shards over {axis}, on which the stages of the pipeline lie",
+                    fix=f"shard over another axis, or take the layers off {axis}",
+                )
+        for plan in plans:
+            for layout in (plan.storage, plan.compute, plan.gradient):
+                if any(used.name == axis for used in layout.sharded_axes):
+                    raise ShardingError(
+                        f"{plan.path} is {typed(plan.dtype, layout)}, and the stages of the pipeline lie on {axis}",
+                        fix=f"shard it over another axis, or take the layers off {axis}",
+                    )
 
     def constraint(self, spec: Any, shape: tuple[int, ...]) -> Layout:
         """The layout that a with_sharding_constraint asks for."""

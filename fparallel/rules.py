@@ -34,8 +34,12 @@ class Zero:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a list whose index lies on a pipeline axis; `length` is 0 where the leaf does not tell."""
+    """A layer of a list whose index, of the logical name `name`, lies on a pipeline axis.
 
+    `length` is 0 where the leaf does not tell.
+    """
+
+    name: str
     axis: str
     list: str
     index: int
@@ -306,7 +310,7 @@ class Rules:
         return LeafPlan(path, shape, dtype, layout, layout, layout, "", cause, named)
 
     def _layer(
-        self, path: str, spec: LogicalSpec | None, lists: Mapping[str, str], mesh: Mesh
+        self, path: str, spec: LogicalSpec | None, lists: Mapping[str, tuple[str, str]], mesh: Mesh
     ) -> Layer | None:
         """The layer that a leaf belongs to, if a list on its way lies on a mesh axis of more than one rank."""
         parts = path.split(".")
@@ -315,10 +319,10 @@ class Rules:
             axis = self._stage_axis(name, mesh, path)
             if axis is not None:
                 at = parts.index(str(index))
-                found.append(Layer(axis, ".".join(parts[:at]), index, length))
-        for node, on in lists.items():
+                found.append(Layer(name, axis, ".".join(parts[:at]), index, length))
+        for node, (name, on) in lists.items():
             if path.startswith(node + ".") and (number := path[len(node) + 1 :].split(".")[0]).isdigit():
-                found.append(Layer(on, node, int(number), 0))
+                found.append(Layer(name, on, node, int(number), 0))
         if len({layer.list for layer in found}) > 1:
             raise ShardingError(
                 f"{path} is in two lists that lie on a pipeline axis, {found[0].list} and {found[1].list}",
@@ -338,14 +342,14 @@ class Rules:
             )
         return sized[0] if sized else None
 
-    def _lists(self, paths: Sequence[str], mesh: Mesh, used: set[str]) -> dict[str, str]:
-        """The lists of layers that globs name, by path, with their mesh axis."""
+    def _lists(self, paths: Sequence[str], mesh: Mesh, used: set[str]) -> dict[str, tuple[str, str]]:
+        """The lists of layers that globs name, by path: the logical name and the mesh axis of the index."""
         if all(isinstance(value, PartitionSpec) for value in self.globs.values()):
             return {}
         nodes = {
             ".".join(parts[:i]) for path in paths for parts in [path.split(".")] for i in range(1, len(parts))
         }
-        found: dict[str, str] = {}
+        found: dict[str, tuple[str, str]] = {}
         for pattern, value in self.globs.items():
             named = [node for node in nodes if isinstance(value, str) and glob_matches(pattern, node)]
             for node in named:
@@ -353,7 +357,7 @@ class Rules:
                 assert isinstance(value, str)
                 axis = self._stage_axis(value, mesh, node)
                 if axis is not None:
-                    found[node] = axis
+                    found[node] = value, axis
         return found
 
     @staticmethod

@@ -398,6 +398,16 @@ class TestErrors:
             ({"order": "interleaved:x"}, ScheduleError, r"'x' is no number of chunks"),
             ({"rows": 5}, FparallelError, r"5 rows.*2"),
             ({"rules": fp.Rules()}, ShardingError, r"mesh axis pp=2"),
+            (
+                {"rules": fp.Rules({"blocks": "layers"}, layers="pp", batch="pp")},
+                ShardingError,
+                r"batch='pp' shards over pp",
+            ),
+            (
+                {"rules": fp.Rules({"blocks": "layers", "blocks.0.w": fp.P("pp")}, layers="pp")},
+                ShardingError,
+                r"blocks\.0\.w is f64\[.*stages of the pipeline lie on pp",
+            ),
         ],
     )
     def test_bad_input(self, options, kind, text):

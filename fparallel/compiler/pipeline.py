@@ -93,6 +93,9 @@ class Projection:
             local: self.all if home is None else frozenset([home]) for local, home in homes.items()
         }
         self.arguments = list(homes)
+        self.homes = homes
+        self.runs: dict[int, Ranks] = {}  # of a block's call outside of loops
+        self.returning = {id(item.saved) for item in items if isinstance(item, Call) and item.backward}
         self.placed: list[Placed] = []
         self.maker: dict[Local, Placed] = {}
         self.partial: dict[Local, dict[int, list[Local]]] = {}
@@ -142,27 +145,28 @@ class Projection:
             self._add_partial(item)
             return
         item = _renamed(item, self._whole)
-        common = self.all.intersection(*map(self._lies, item.inputs))
+        common = self.all.intersection(*map(self._lies, item.inputs)) or self._where_arguments_lie(item)
+        if isinstance(item, Call) and id(item.saved) in self.runs:  # a backward runs where its forward did
+            common = self.runs[id(item.saved)]
         if not common:
             item = _renamed(item, lambda value: self._everywhere(value) if _is_small(value) else value)
             common = self.all.intersection(*map(self._lies, item.inputs))
-        if isinstance(item, Call) and item.backward:
-            common = next(
-                p.could for p in self.placed if isinstance(p.item, Call) and p.item.saved is item.saved
-            )
         if not common:
-            largest = max(
-                (value for value in item.inputs if self._lies(value) != self.all),
-                key=lambda value: (
-                    value.nbytes,
-                    -min(self._lies(value)),
-                ),  # a tied leaf lies on its first stage
-            )
-            common = frozenset([min(self._lies(largest))])
             wish = next((self.flows_to[out] for out in item.outs if out in self.flows_to), None)
-            if wish is not None and any(wish in self._lies(value) for value in item.inputs):
-                common = frozenset([wish])
+            if wish is None or not any(wish in self._lies(value) for value in item.inputs):
+                held = (value for value in item.inputs if self._lies(value) != self.all)
+                wish = min(self._lies(max(held, key=lambda value: value.nbytes)))
+            common = frozenset([wish])
+        if isinstance(item, Call) and id(item.saved) in self.returning:
+            common = self.runs.setdefault(id(item.saved), frozenset([min(common)]))
         self._put(item, common)
+
+    def _where_arguments_lie(self, item: Item) -> Ranks:
+        """Where an op that reads layers' parameters runs: what else it reads is sent there."""
+        held = [
+            self.at[value] for value in item.inputs if value in self.homes and self.homes[value] is not None
+        ]
+        return frozenset(held[0]).intersection(*held) if held else frozenset()
 
     def _flows_to(
         self, items: Sequence[Item], wishes: Iterable[tuple[Local, int | str | None]]

@@ -198,7 +198,9 @@ def pipelined_cases(
 ) -> Case:
     """A training step of at least as many blocks as stages, on a mesh with a pipeline axis among the others."""
     case = draw(
-        base if base is not None else cases(max_axes=2, max_ranks=4, microbatches=(1, 2, 3, 4), dropout=True)
+        base
+        if base is not None
+        else cases(max_axes=2, max_ranks=4, microbatches=(0, 1, 2, 3, 4), dropout=True)
     )
     order = draw(st.sampled_from(list(orders)))
     ranks = draw(st.sampled_from([2, 2, 3, 4]))
