@@ -1,7 +1,7 @@
 """fparallel: write the training step once, as a pure function for one device, and say where things live."""
 
 from fparallel import lax, optim, random, testing, tree
-from fparallel.api import Compiled, Jitted, Lowered, Traced, eval_shape, jit
+from fparallel.api import Jitted, Lowered, Traced, eval_shape, jit
 from fparallel.array import (
     Array,
     ShapeDtypeStruct,
@@ -9,6 +9,7 @@ from fparallel.array import (
     device_put,
     make_array_from_process_local_data,
 )
+from fparallel.compiled import Compiled
 from fparallel.compiler.rules import register_rule
 from fparallel.errors import FparallelError, FparallelWarning
 from fparallel.layout import Layout
@@ -19,7 +20,8 @@ from fparallel.microbatches import accumulate
 from fparallel.process import process_count, process_index
 from fparallel.rules import Rules
 from fparallel.schedule import Cluster, Schedule
-from fparallel.schedule.orders import Task, register_order
+from fparallel.schedule.orders import register_order
+from fparallel.schedule.tasks import Task
 from fparallel.shard_map import shard_map
 from fparallel.sharding import NamedSharding, P, PartitionSpec
 from fparallel.transforms import block, grad, stage_boundary, value_and_grad, with_sharding_constraint

@@ -19,7 +19,7 @@ from fparallel.compiler.local import At, Call, Comm, Item, Local, Op, map_locals
 from fparallel.compiler.stages import Pipeline
 from fparallel.layout import Layout
 from fparallel.mesh import Mesh
-from fparallel.schedule.orders import Task
+from fparallel.schedule.tasks import Task
 
 SMALL = 1024  # elements of a value that is all-reduced over the axis rather than sent
 

@@ -15,8 +15,8 @@ from fparallel.compiler.local import At, Comm, Item, Local, Op, Role, Roles, Ste
 from fparallel.compiler.pipeline import Join, Placed, Sent
 from fparallel.errors import ScheduleError
 from fparallel.layout import Layout
-from fparallel.schedule.orders import Task, times
 from fparallel.schedule.segment import LocalShape
+from fparallel.schedule.tasks import Task, times
 
 if TYPE_CHECKING:
     from fparallel.compiler.pipeline import Projection

@@ -21,17 +21,8 @@ from fparallel.compiler.memory import halve, split
 from fparallel.errors import ShardingError
 from fparallel.mesh import Axis
 from fparallel.schedule.auto import best_rows
-from fparallel.schedule.orders import (
-    Plan,
-    Rows,
-    Task,
-    balance,
-    find_order,
-    make_plan,
-    needs,
-    plan_times,
-    times,
-)
+from fparallel.schedule.orders import balance, find_order, make_plan
+from fparallel.schedule.tasks import Plan, Rows, Task, needs, plan_times, times
 
 FREE, PARAM, ACTIVATION = "free", "param", "activation"
 

@@ -12,19 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fparallel.errors import ScheduleError
-from fparallel.schedule.orders import (
-    KINDS,
-    Cost,
-    Rows,
-    Task,
-    gpipe,
-    needs,
-    one_f_one_b,
-    register_order,
-    times,
-    unit_cost,
-    zb_h1,
-)
+from fparallel.schedule.orders import gpipe, one_f_one_b, register_order, zb_h1
+from fparallel.schedule.tasks import KINDS, Cost, Rows, Task, needs, times, unit_cost
 
 ROUNDING = 1e-9  # times that differ by no more, relatively, count as equal
 F, B, W = range(3)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fparallel.errors import ScheduleError
 from fparallel.schedule import orders as o
+from fparallel.schedule import tasks as tk
 from tests.schedule.ordered import from_plan
 
 ORDERS = tuple(o.ORDERS)
@@ -42,7 +43,7 @@ def test_every_task_once_on_its_rank_after_its_needs(plan, data):
     assert len(plan.place) == plan.ranks * plan.chunks
     assert sorted(task for row in plan.rows for task in row) == sorted(wanted)
     assert all(plan.place[task.stage] == rank for rank, row in enumerate(plan.rows) for task in row)
-    done = o.plan_times(plan, cost)
+    done = tk.plan_times(plan, cost)
     assert set(done) == wanted
     for task, (begin, end) in done.items():
         kind, stage, micro = task
@@ -58,7 +59,7 @@ def test_every_task_once_on_its_rank_after_its_needs(plan, data):
         assert all(done[a][1] <= done[b][0] for a, b in itertools.pairwise(row))
     busiest = max(sum(map(cost, row)) for row in plan.rows)
     assert max(end for _, end in done.values()) >= busiest * (1 - 1e-12)
-    assert 0 <= o.idle_fraction(plan, cost) + 1e-12 < 1
+    assert 0 <= tk.idle_fraction(plan, cost) + 1e-12 < 1
 
 
 @settings(max_examples=settings.default.max_examples * 8)
@@ -79,17 +80,17 @@ def test_memory(ranks, micros):
     gpipe, f1b1, zb = (o.make_plan(name, ranks, micros) for name in ("gpipe", "1f1b", "zb_h1"))
     zb_v = o.make_plan("zb_v", ranks, micros)
     for rank in range(ranks):
-        assert o.in_flight(gpipe, rank) == micros
-        assert o.in_flight(f1b1, rank) == min(ranks - rank, micros)
-        assert o.in_flight(zb, rank) <= min(ranks, micros)
-        assert o.in_flight(zb_v, rank) <= 2 * ranks  # of half stages: as much as 1f1b on its first rank
+        assert tk.in_flight(gpipe, rank) == micros
+        assert tk.in_flight(f1b1, rank) == min(ranks - rank, micros)
+        assert tk.in_flight(zb, rank) <= min(ranks, micros)
+        assert tk.in_flight(zb_v, rank) <= 2 * ranks  # of half stages: as much as 1f1b on its first rank
 
 
 @many
 @given(RANKS, MICROS, st.integers(1, 4))
 def test_idle_fraction_at_equal_costs(ranks, micros, chunks):
     def idle(name):
-        return o.idle_fraction(o.make_plan(name, ranks, micros))
+        return tk.idle_fraction(o.make_plan(name, ranks, micros))
 
     p, m, v = ranks, micros, chunks
     assert idle("gpipe") == pytest.approx((p - 1) / (m + p - 1))

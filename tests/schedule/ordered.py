@@ -7,7 +7,7 @@ import torch
 from fparallel.layout import parse
 from fparallel.mesh import Mesh
 from fparallel.schedule import Buffer, Free, Instr, Program, Recv, Run, Schedule, Segment, Send, Wait
-from fparallel.schedule.orders import Cost, Plan, Task, plan_times, unit_cost
+from fparallel.schedule.tasks import Cost, Plan, Task, plan_times, unit_cost
 
 
 def from_plan(plan: Plan, cost: Cost = unit_cost, *, agreed: bool = True) -> Schedule:

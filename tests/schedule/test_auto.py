@@ -9,17 +9,18 @@ from hypothesis import strategies as st
 from fparallel.errors import ScheduleError
 from fparallel.schedule import auto
 from fparallel.schedule import orders as o
+from fparallel.schedule import tasks as tk
 
 TIMES = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.floats(0, 10))
 
 
 def plan_of(rows, micros):
     ranks = len(rows)
-    return o.Plan("auto", ranks, micros, 1, o.round_robin(ranks, 1), rows, True)
+    return tk.Plan("auto", ranks, micros, 1, o.round_robin(ranks, 1), rows, True)
 
 
 def end_of(rows, cost):
-    done, _ = o.times(rows, lambda task: o.needs(task, len(rows)), cost)
+    done, _ = tk.times(rows, lambda task: tk.needs(task, len(rows)), cost)
     return max(end for _, end in done.values())
 
 
@@ -27,7 +28,7 @@ def known_orders(ranks, micros):
     """1f1b and gpipe with W right after B, and zb_h1."""
     split = [
         [
-            [part for t in row for part in ((t, o.Task("W", *t[1:])) if t.kind == "B" else (t,))]
+            [part for t in row for part in ((t, tk.Task("W", *t[1:])) if t.kind == "B" else (t,))]
             for row in rows
         ]
         for rows in (o.one_f_one_b(ranks, micros, 1), o.gpipe(ranks, micros, 1))
@@ -46,27 +47,27 @@ def test_complete_bounded_and_never_slower_than_the_known_orders(data):
     by_kind = data.draw(st.lists(TIMES, min_size=3, max_size=3))
     spread = data.draw(st.sampled_from([0.0, 0.3, 5.0]))
     costs = {
-        o.Task(kind, s, m): by_kind["FBW".index(kind)] + spread * random.random()
+        tk.Task(kind, s, m): by_kind["FBW".index(kind)] + spread * random.random()
         for kind in "FBW"
         for s in range(ranks)
         for m in range(micros)
     }
     rows = auto.best_rows(ranks, micros, costs.__getitem__, in_flight=bound)
     plan = plan_of(rows, micros)
-    o.check(plan)
+    tk.check(plan)
     limits = [micros] * ranks if bound is None else bound
-    assert all(o.in_flight(plan, rank) <= limits[rank] for rank in range(ranks))
+    assert all(tk.in_flight(plan, rank) <= limits[rank] for rank in range(ranks))
     end = end_of(rows, costs.__getitem__)
     for seed in known_orders(ranks, micros):
-        if all(o.in_flight(plan_of(seed, micros), rank) <= limits[rank] for rank in range(ranks)):
+        if all(tk.in_flight(plan_of(seed, micros), rank) <= limits[rank] for rank in range(ranks)):
             assert end <= end_of(seed, costs.__getitem__) * (1 + 1e-8)
     assert rows == auto.best_rows(ranks, micros, costs.__getitem__, in_flight=bound)
 
 
 def test_one_micro_batch_in_flight_runs_them_one_after_the_other():
-    rows = auto.best_rows(3, 4, o.unit_cost, in_flight=[1, 1, 1])
-    assert rows[0] == [o.Task(kind, 0, m) for m in range(4) for kind in "FBW"]
-    assert end_of(rows, o.unit_cost) == 4 * 7  # three forwards, three backwards and the W of the first rank
+    rows = auto.best_rows(3, 4, tk.unit_cost, in_flight=[1, 1, 1])
+    assert rows[0] == [tk.Task(kind, 0, m) for m in range(4) for kind in "FBW"]
+    assert end_of(rows, tk.unit_cost) == 4 * 7  # three forwards, three backwards and the W of the first rank
 
 
 def test_uneven_costs_give_an_order_faster_than_the_known_ones():
@@ -81,15 +82,15 @@ def test_uneven_costs_give_an_order_faster_than_the_known_ones():
 
 
 def test_equal_costs_leave_no_more_bubble_than_zb_h1():
-    plan = plan_of(auto.best_rows(4, 8, o.unit_cost), 8)
-    assert o.idle_fraction(plan) == pytest.approx(3 / (3 * 8 + 3))
-    assert [o.in_flight(plan, rank) for rank in range(4)] == [4] * 4
+    plan = plan_of(auto.best_rows(4, 8, tk.unit_cost), 8)
+    assert tk.idle_fraction(plan) == pytest.approx(3 / (3 * 8 + 3))
+    assert [tk.in_flight(plan, rank) for rank in range(4)] == [4] * 4
 
 
 @pytest.mark.parametrize("bound", [[0, 1, 1], [1, 1], [2, -1, 2]])
 def test_a_bound_that_none_keeps(bound):
     with pytest.raises(ScheduleError, match=r"the least bound that works is \[1, 1, 1\](.|\n)*Fix: "):
-        auto.best_rows(3, 4, o.unit_cost, in_flight=bound)
+        auto.best_rows(3, 4, tk.unit_cost, in_flight=bound)
 
 
 @pytest.mark.parametrize("time", [-1.0, float("nan"), float("inf")])

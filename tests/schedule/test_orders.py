@@ -8,7 +8,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 import fparallel as fp
 from fparallel.errors import ScheduleError
 from fparallel.schedule import orders as o
-from fparallel.schedule.orders import Task
+from fparallel.schedule import tasks as tk
+from fparallel.schedule.tasks import Task
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def refusal(text, ranks, micros):
 
 
 def test_grid_of_1f1b_on_3_ranks_with_4_micro_batches():
-    lines = o.grid(o.make_plan("1f1b", 3, 4)).splitlines()
+    lines = tk.grid(o.make_plan("1f1b", 3, 4)).splitlines()
     assert lines == [
         "  rank 0  F0.0 F0.1 F0.2 .    .    B0.0 F0.3 B0.1 .    B0.2 .    B0.3",
         "  rank 1  .    F1.0 F1.1 .    B1.0 F1.2 B1.1 F1.3 B1.2 .    B1.3 .",
@@ -51,7 +52,7 @@ def test_two_stages_of_four_layers_and_three_micro_batches_are_idle_a_quarter_of
     assert place == [0, 0, 0, 0, 1, 1, 1, 1]
     rows = [[Task("F", stage, m) for m in range(3)] for stage in range(2)]
     layers = [place.count(stage) for stage in range(2)]
-    done, _ = o.times(rows, lambda task: o.needs(task, 2), lambda task: layers[task.stage] / 4)
+    done, _ = tk.times(rows, lambda task: tk.needs(task, 2), lambda task: layers[task.stage] / 4)
     slots = [
         tuple(
             next(("ABC"[task.micro] for task in row if done[task] == (slot, slot + 1)), "-") for row in rows
