@@ -184,6 +184,18 @@ class _Block:
         self.static_outs = [None if isinstance(out, Tensor) else out for out in outs]
 
 
+def capture_joint(recorder: Any, tracer: Any, joint: Callable, fakes: Sequence[Tensor]) -> Graph:
+    """The graph of a body's forward and backward together; the recorder goes on in the phase that it was in."""
+    phase = recorder.phase
+    try:
+        with recording(current_recorder()):
+            graph = tracer.capture(joint, fakes, [f"in{i}" for i in range(len(fakes))])
+    finally:
+        recorder.phase = phase
+    graph.drop_dead()
+    return graph
+
+
 class Substitute(TorchFunctionMode):
     """Replaces tensors by others wherever a torch function takes them."""
 
@@ -280,13 +292,7 @@ def _trace_joint(
         whole = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
         return [out.detach() for out in tensor_outs] + [g.detach() for g in whole]
 
-    phase = recorder.phase
-    try:
-        with recording(current_recorder()):
-            graph = tracer.capture(joint, fakes, [f"in{i}" for i in range(len(fakes))])
-    finally:
-        recorder.phase = phase
-    graph.drop_dead()
+    graph = capture_joint(recorder, tracer, joint, fakes)
     num_forward = max((i + 1 for i, node in enumerate(graph.nodes) if node.phase == "F"), default=0)
     grad_inputs = tuple(i for i, flag in enumerate(flags) if flag)
     num_outs = len(graph.outputs) - len(grad_inputs)

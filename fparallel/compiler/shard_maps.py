@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fparallel._compat import FakeTensor, functorch_active, unwrapped, without_functorch
-from fparallel.compiler.blocks import define_opaque
+from fparallel.compiler.blocks import capture_joint, define_opaque
 from fparallel.compiler.graph import Graph, Node, ShardMapGraph, Value, is_view, map_values
 from fparallel.compiler.sources import user_line
 from fparallel.compiler.varying import Varying, given
@@ -159,13 +159,7 @@ def _trace(
             region.check_cotangent(grad, region.varying(x)[0], "a tensor")
         return [out.detach() for out in outs] + [g.detach() for g in whole]
 
-    phase = recorder.phase
-    try:
-        with recording(current_recorder()):
-            graph = tracer.capture(joint, fakes, [f"in{i}" for i in range(len(fakes))])
-    finally:
-        recorder.phase = phase
-    graph.drop_dead()
+    graph = capture_joint(recorder, tracer, joint, fakes)
     return _split(recorder, call, graph, region, found)
 
 
