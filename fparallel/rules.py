@@ -263,11 +263,12 @@ class Rules:
         for path, leaf, spec in zip(paths, leaves, specs, strict=True):
             shape, dtype = tuple(leaf.shape), leaf.dtype
             glob = self._glob_for(path, used)
-            key = (id(spec), id(glob), shape, dtype, path in batch)
+            key = (id(spec.dims) if spec is not None else None, id(glob), shape, dtype, path in batch)
             if key not in alike:
                 alike[key] = self._leaf(path, shape, dtype, spec, glob, mesh, path in batch)
             plan = alike[key].at(path)
-            plan.layer = self._layer(path, spec, lists, mesh)
+            if lists or (spec is not None and any(name in self.names for name, _, _ in spec.index_axes)):
+                plan.layer = self._layer(path, spec, lists, mesh)
             plans.append(plan)
         zero = self.zero_options or Zero(0, ())
         params = {p.path.split(f"{zero.params}.", 1)[1]: p for p in plans if is_under(p.path, zero.params)}
@@ -297,7 +298,10 @@ class Rules:
             layout, cause, named = self.logical_layout(logical, shape, mesh, path), f"glob '{glob}'", True
         elif spec is not None and (spec.dims or not shape):
             layout = self.logical_layout(spec, shape, mesh, path)
-            cause, named = f"logical axes '{spec}'", not names_of(spec.dims).isdisjoint(self.names)
+            cause, named = (
+                f"logical axes '{LogicalSpec(spec.dims)}'",
+                not names_of(spec.dims).isdisjoint(self.names),
+            )
         elif batch and shape and "batch" in self.names:
             batched = LogicalSpec(((("batch", None),), *(((None, None),) for _ in shape[1:])))
             layout, cause, named = (
