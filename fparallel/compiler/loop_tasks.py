@@ -83,16 +83,26 @@ def spread(
     return items, found, at
 
 
-def halve_calls(items: Sequence[Item]) -> list[Item]:
-    """Every backward of a block as two: B, the gradients that earlier blocks wait for, and W, those of parameters."""
-    made: list[Item] = []
-    for item in items:
-        if not isinstance(item, Call) or not item.backward:
-            made.append(item)
+def halve_calls(
+    items: Sequence[Item], stages: Sequence[int | None], first: int
+) -> tuple[list[Item], list[int | None]]:
+    """Backwards of blocks as two: B, the gradients that earlier blocks wait for, and W, those of parameters.
+
+    Args:
+      first: the first stage whose backwards are cut. For no stage before stage 0 does one wait: where an order leaves
+        B and W together, cutting helps from stage 1 on, which sends the gradient that B makes before W runs.
+
+    Returns:
+      the items and their stages.
+    """
+    made: list[tuple[Item, int | None]] = []
+    for item, stage in zip(items, stages, strict=True):
+        if not isinstance(item, Call) or not item.backward or stage is None or stage < first:
+            made.append((item, stage))
             continue
         gives = halve(item.block).gives
         for half in "BW":
-            outs = [out for out, first in zip(item.outs, gives, strict=True) if first == (half == "B")]
+            outs = [out for out, now in zip(item.outs, gives, strict=True) if now == (half == "B")]
             if outs:
-                made.append(replace(item, outs=outs, half=half))
-    return made
+                made.append((replace(item, outs=outs, half=half), stage))
+    return [item for item, _ in made], [stage for _, stage in made]

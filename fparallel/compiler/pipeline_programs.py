@@ -1,17 +1,20 @@
 """The program of every pipeline rank: its tasks, what it makes for them, what it sends and receives, in one order.
 
-Sends and receives stand in one order that all ranks agree on: that in which the tasks end when the order of the
-pipeline is played with the tasks' own costs. So no two ranks wait for each other, however sends are carried out.
+Sends and receives stand in one order that all ranks agree on: that in which what is sent gets ready when the order of
+the pipeline is played with the tasks' own costs. So no two ranks wait for each other, however sends are carried out.
+What other ranks wait for leaves as soon as it is made: the gradient for the stage before, ahead of the weight gradients
+of the same task.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fparallel.compiler.local import At, Comm, Item, Local, Op, Role, Roles, Step, Transfer
+from fparallel.compiler.local import At, Call, Comm, Item, Local, Op, Role, Roles, Step, Transfer
 from fparallel.compiler.pipeline import Join, Placed, Sent
 from fparallel.errors import ScheduleError
 from fparallel.layout import Layout
@@ -78,20 +81,32 @@ class _Loop:
         self._pack(projection, task_of)
 
     def _pack(self, projection: Projection, task_of: Mapping[int, Task]) -> None:
-        """What a task gives to one rank goes together, when the task ends."""
-        packed: dict[tuple[Task, int, int], tuple[int, Sent]] = {}
+        """What a task gives to one rank goes together, when the last of it is made."""
+        packed: dict[Task, dict[int, Sent]] = {}
         for index, sends in projection.sent.items():
             task = task_of.get(id(projection.placed[index])) if index >= 0 else None
             if task is None:
                 continue
             self.indices.add(index)
             for sent in sends:
-                key = (task, sent.source, sent.target)
-                first, known = packed.setdefault(key, (index, Sent(sent.source, sent.target, task=task)))
+                known = packed.setdefault(task, {}).setdefault(
+                    sent.target, Sent(sent.source, sent.target, task=task)
+                )
                 known.values.extend(sent.values)
-                packed[key] = min(first, index), known
-        for (task, _, target), (index, sent) in packed.items():
-            self.sent.setdefault(task, []).append(((self.times[task][1], 0, index, target), sent))
+        for task, by_target in packed.items():
+            self.tasks[task] = items = weights_last(self.tasks[task])
+            ready = self._ready(projection, task, items)
+            for target, sent in by_target.items():
+                last = max(items.index(projection.maker[value]) for value in sent.values)
+                self.sent.setdefault(task, []).append(((ready[last], 0, items[last].index, target), sent))
+
+    def _ready(self, projection: Projection, task: Task, items: Sequence[Placed]) -> list[float]:
+        """When each of a task's items has run: after the start of the task, and by its end."""
+        start, end = self.times[task]
+        flops = [0 if isinstance(p.item, Join) else projection.pipeline.flops(p.item) + 1 for p in items]
+        total = sum(flops) or 1
+        least, rate = math.nextafter(start, math.inf), (end - start) / total
+        return [min(max(least, start + rate * done), end) for done in itertools.accumulate(flops)]
 
     def events(self, rank: int) -> list[Task | Sent]:
         """The tasks of a rank and what it sends and receives, in an order that all ranks share."""
@@ -111,38 +126,38 @@ class _Emitter:
         self.axis = projection.pipeline.axis
         self.items: list[Step] = []
         self.emitted: set[int] = set()
-        self.early: set[int] = set()  # what has been sent before its task ended
         self.in_loops = {index for loop in loops for index in loop.indices}
         position = -1
         for loop in loops:
             self._outside(position, loop.first)
             position = loop.first
-            events = loop.events(rank)
-            for i, event in enumerate(events):
-                if isinstance(event, Sent):
-                    if id(event) not in self.early:
-                        self._transfer(event)
-                    continue
-                others = itertools.takewhile(
-                    lambda e: isinstance(e, Sent) and e.source == rank, events[i + 1 :]
-                )
-                self._task(loop.tasks[event], [sent for sent in others if isinstance(sent, Sent)])
+            for task, sends in _by_task(loop.events(rank), rank):
+                if task is None:
+                    for sent in sends:
+                        self._transfer(sent)
+                else:
+                    self._task(loop.tasks[task], sends)
         self._outside(position, len(projection.placed))
         for value, home in zip(projection.results, projection.out_homes, strict=True):
             maker = projection.maker.get(value)
             if maker is not None and home in (None, rank):
                 self._emit(maker, None)
 
-    def _task(self, items: Sequence[Placed], leaving: Sequence[Sent]) -> None:
-        """A task; what other ranks wait for leaves as soon as it is made."""
-        left = list(leaving)
+    def _task(self, items: Sequence[Placed], transfers: Sequence[Sent]) -> None:
+        """A task; what other ranks wait for leaves as soon as it is made, in the order of `transfers`."""
+        left = list(transfers)
+
+        def transfer(task: At | None) -> None:
+            while left and (left[0].target == self.rank or self._is_made(left[0])):
+                self._transfer(left.pop(0), task)
+
+        transfer(None)
         for placed in items:
             self._emit(placed, placed.task)
-            while left and all(
-                self.projection.maker[value].index in self.emitted for value in left[0].values
-            ):
-                self.early.add(id(left[0]))
-                self._transfer(left.pop(0), placed.task)
+            transfer(placed.task)
+
+    def _is_made(self, sent: Sent) -> bool:
+        return all(self.projection.maker[value].index in self.emitted for value in sent.values)
 
     def _outside(self, begin: int, end: int) -> None:
         """What stands between loops, in the program's order."""
@@ -204,6 +219,37 @@ class _Emitter:
                 self.items.append(Op("aten.add.Tensor", (total, part), {}, [added], source, "U"))
                 total = added
         self.items.append(join.comm)
+
+
+def weights_last(items: Sequence[Placed]) -> list[Placed]:
+    """The items of a task, those halves of block backwards last that no other block waits for, and what reads them."""
+    late: set[Local] = set()
+    first: list[Placed] = []
+    second: list[Placed] = []
+    for placed in items:
+        item = placed.item
+        waits = (isinstance(item, Call) and item.half == "W") or any(value in late for value in item.inputs)
+        (second if waits else first).append(placed)
+        if waits:
+            late.update(out for out in item.outs if out is not None)
+    return first + second
+
+
+def _by_task(events: Sequence[Task | Sent], rank: int) -> Iterator[tuple[Task | None, list[Sent]]]:
+    """A rank's tasks, each with the transfers up to the last that the task itself sends; the others between them."""
+    sends: list[Sent] = []
+    task: Task | None = None
+    for event in [*events, None]:
+        if isinstance(event, Sent):
+            sends.append(event)
+            continue
+        own = 1 + max((i for i, sent in enumerate(sends) if sent.source == rank), default=-1)
+        cut = own if task is not None else 0
+        if task is not None:
+            yield task, sends[:cut]
+        if sends[cut:]:
+            yield None, sends[cut:]
+        task, sends = event, []
 
 
 def _in_task(item: Item, task: At | None) -> Item:
