@@ -76,6 +76,7 @@ PEERS: dict[str, Spec] = {
     "fp-zero3": Spec(2, 1, "fp --zero 3"),
     "fp-tp2": Spec(2, 1, "fp --mesh tp=2"),
     "pipelining": Spec(2, 1, "pipelining"),
+    "ds-pipeline": Spec(2, 1, "deepspeed_pipeline"),
     "fp-pp2": Spec(2, 1, "fp --mesh pp=2 --micro 4"),
     "fp-pp2-zb": Spec(2, 1, "fp --mesh pp=2 --micro 4 --pipeline zb_h1"),
     "fp-pp2-zbv": Spec(2, 1, "fp --mesh pp=2 --micro 4 --pipeline zb_v"),

@@ -19,6 +19,7 @@ from fparallel.compiler.local import (
     drop_dead,
 )
 from fparallel.compiler.storage import results_in_place, sums_in_place
+from fparallel.compiler.sums import sums_where_made
 from fparallel.schedule.ir import Buffer, Program, Run, Schedule
 
 
@@ -98,7 +99,8 @@ def _program(
         for at, here in zip(same_place, role.results, strict=True)
         if here
     ]
-    instrs = results_in_place(builder.instrs, builder.buffers, names, result_names, donated_names, places)
+    instrs = sums_where_made(builder.instrs, builder.buffers, builder.segments, result_names)
+    instrs = results_in_place(instrs, builder.buffers, names, result_names, donated_names, places)
     instrs = sums_in_place(instrs, builder.buffers, builder.segments)
     used = [name for name in constants if name in read]
     return Program(role.at, (*names, *used), tuple(result_names), donated_names, tuple(instrs))

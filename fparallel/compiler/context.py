@@ -36,7 +36,11 @@ class Decision:
 
 @dataclass
 class Template:
-    """A block partitioned once for given input layouts: its joint local program."""
+    """A block partitioned once for given input layouts: its joint local program.
+
+    Attributes:
+      lean: whether it keeps less for its backward and computes more; see `memory.py`.
+    """
 
     name: str
     index: int
@@ -46,6 +50,7 @@ class Template:
     outputs: list[Local]
     grads: list[Local]
     grad_inputs: tuple[int, ...]
+    lean: bool = False
     calls: int = 0
     parts: Split | None = None
     halves: Halves | None = None

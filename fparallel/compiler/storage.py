@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fparallel.layout import same
 from fparallel.schedule.ir import Buffer, Instr, Run
-from fparallel.schedule.segment import Segment
+from fparallel.schedule.segment import SUMS, Segment
 
 
 def results_in_place(
@@ -79,7 +79,5 @@ def _sums(segment: Segment) -> list[tuple[int, int]]:
     return [
         (segment.results.index(op.outs[0]), op.args[0].index)
         for op in segment.ops
-        if op.target == "local.accumulate"
-        and op.outs[0] in segment.results
-        and op.args[0].index < len(segment.inputs)
+        if op.target in SUMS and op.outs[0] in segment.results and op.args[0].index < len(segment.inputs)
     ]

@@ -22,11 +22,11 @@ from fparallel.errors import ShardingError
 from fparallel.layout import Layout, typed
 from fparallel.microbatches import ROWS, wide
 from fparallel.schedule.orders import find_order
+from fparallel.schedule.segment import ADD
 
 if TYPE_CHECKING:
     from fparallel.compiler.partition import Partitioner
 
-ADD = "local.accumulate"
 SMALL = 1024  # elements of a term that may wait with others for its turn
 _ATEN = torch.ops.aten
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fparallel.errors import ExecutionError
 from fparallel.runtime.executor import Executor
-from fparallel.runtime.transport.distributed import DistributedTransport, tune_allocator
+from fparallel.runtime.transport.distributed import DistributedTransport, return_freed_memory, tune_allocator
 from fparallel.runtime.transport.simulated import SimulatedTransport
 from fparallel.schedule.ir import Schedule
 
@@ -38,6 +38,7 @@ class Runner:
             )
         if mesh.device == "cpu":
             tune_allocator()
+            return_freed_memory()
         if transport is None:
             transport = (
                 SimulatedTransport(mesh.size) if mesh.kind == "simulated" else DistributedTransport(mesh)

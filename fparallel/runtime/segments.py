@@ -25,7 +25,7 @@ import torch
 from fparallel._compat import returns_list
 from fparallel.errors import ExecutionError
 from fparallel.schedule import local_ops
-from fparallel.schedule.segment import LocalOp, Ref, Segment, refs_of
+from fparallel.schedule.segment import SUMS, LocalOp, Ref, Segment, refs_of
 
 Coords = Mapping[str, int]
 Bound = Callable[..., tuple[torch.Tensor, ...]]
@@ -250,12 +250,13 @@ class _Code:
             several = len(op.outs) != 1 or returns_list(function)
         if not op.outs:
             return call
-        if op.target == "local.accumulate" and op.outs[0] is not None:
+        if op.target in SUMS and op.outs[0] is not None:
             for pair in self.pairs.get(op.outs[0], ()):
                 into = op.args[0].index
                 if pair[1] == into and self.readers[into] == [at]:
                     self.done.add(pair)
-                    return f"v{op.outs[0]} = v{into}.add_(v{op.args[1].index})"
+                    target = f"{op.target}_"
+                    return f"v{op.outs[0]} = {self.names.call(target, resolve_target(target), args, kwargs)}"
         outs = ["_" if o is None else f"v{o}" for o in op.outs]
         return f"{', '.join(outs)}{',' if several and len(outs) == 1 else ''} = {call}"
 

@@ -53,6 +53,36 @@ def accumulate(total: Tensor, term: Tensor) -> Tensor:
     return total + term
 
 
+def accumulate_(total: Tensor, term: Tensor) -> Tensor:
+    """`accumulate` into the sum itself."""
+    return total.add_(term)
+
+
+def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A sum over micro-batches and its next term, the matrix product of a [m, k] and b [k, n] in any shape."""
+    return torch.addmm(total.reshape(a.shape[0], b.shape[1]), a, b).reshape(total.shape)
+
+
+def accumulate_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`accumulate_product` into the sum itself."""
+    if total.is_contiguous():
+        total.view(a.shape[0], b.shape[1]).addmm_(a, b)
+        return total
+    return total.add_(torch.mm(a, b).reshape(total.shape))
+
+
+def accumulate_rows(total: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
+    """A sum [v, ...] over micro-batches and its next term, the gradient `grad` of what `rows` picked of a table."""
+    return accumulate_rows_(total.clone(), grad, rows)
+
+
+def accumulate_rows_(total: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
+    """`accumulate_rows` into the sum itself. On a GPU in two steps: `index_add` has no fixed order there."""
+    if total.device.type == "cpu":
+        return total.index_add_(0, rows.reshape(-1), grad.reshape(-1, *total.shape[1:]))
+    return total.add_(torch.ops.aten.embedding_dense_backward(grad, rows, total.shape[0], -1, False))
+
+
 def boundary(x: Tensor) -> Tensor:
     """The tensor itself: where a pipeline was cut by hand."""
     return x

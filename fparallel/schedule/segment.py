@@ -153,6 +153,11 @@ def refs_of(arg: Any) -> Iterator[Ref]:
             yield from refs_of(a)
 
 
+ADD, ADD_PRODUCT, ADD_ROWS = "local.accumulate", "local.accumulate_product", "local.accumulate_rows"
+SUMS = (ADD, ADD_PRODUCT, ADD_ROWS)
+"""Ops that add to their first operand, a sum over micro-batches; with a _ behind the name they do so in place."""
+
+
 @dataclass(frozen=True)
 class Work:
     """What an op does on the fullest rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
@@ -24,7 +25,7 @@ from fparallel.runtime.transport.messages import Pool
 from fparallel.runtime.watchdog import Watch
 from fparallel.schedule.ir import Collective, Recv, Schedule, Send, communicator
 
-__all__ = ["DistributedTransport", "join_job", "tune_allocator"]
+__all__ = ["DistributedTransport", "join_job", "return_freed_memory", "tune_allocator"]
 
 
 class DistributedTransport:
@@ -289,3 +290,9 @@ def tune_allocator() -> bool:
     return bool(
         mallopt(mmap_threshold, largest) and mallopt(trim_threshold, 2**31 - 1) and mallopt(top_pad, 64 << 20)
     )
+
+
+def return_freed_memory() -> None:
+    """Gives what initialisation and compilation have freed back to the system: `tune_allocator` would keep it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
