@@ -20,7 +20,8 @@ from fparallel.compiler.local import At, Call, Comm, Item, Local, Op, Saved, dro
 from fparallel.compiler.loop_tasks import halve_calls, spread
 from fparallel.errors import ShardingError
 from fparallel.layout import Layout, typed
-from fparallel.microbatches import ROWS, wide
+from fparallel.microbatch_results import ROWS
+from fparallel.microbatches import wide
 from fparallel.schedule.orders import find_order
 
 if TYPE_CHECKING:
