@@ -58,8 +58,8 @@ class _Loop:
         need: dict[Task, set[Task]] = {}
         flops: dict[Task, float] = {}
         for task, items in self.tasks.items():
-            makers = [projection.maker.get(v) for placed in items for v in placed.item.inputs]
-            need[task] = {task_of[id(m)] for m in makers if m is not None and id(m) in task_of} - {task}
+            makers = _makers(projection, items)
+            need[task] = {task_of[id(maker)] for maker in makers if id(maker) in task_of} - {task}
             flops[task] = sum(
                 projection.pipeline.flops(p.item) for p in items if not isinstance(p.item, Join)
             )
@@ -257,6 +257,19 @@ def _in_task(item: Item, task: At | None) -> Item:
     if task is None or not isinstance(item, Op):
         return replace(item, task=task)
     return replace(item, task=task, phase="F" if task.kind == "F" else "B")
+
+
+def _makers(projection: Projection, items: Sequence[Placed]) -> list[Placed]:
+    """What makes the values that items read, also through what every stage makes for itself."""
+    left = [value for placed in items for value in placed.item.inputs]
+    found: dict[int, Placed] = {}
+    for value in left:
+        maker = projection.maker.get(value)
+        if maker is not None and maker.index not in found:
+            found[maker.index] = maker
+            if _floats(maker):
+                left.extend(maker.item.inputs)
+    return list(found.values())
 
 
 def _floats(placed: Placed) -> bool:

@@ -152,7 +152,7 @@ class _Copies:
         if self.pipeline is not None:
             self.pipeline.choose(items, num, source, param_of)
             splits = find_order(self.pipeline.order, self.pipeline.ranks)[0].splits
-            stages = self.pipeline.assign(items, num, source, param_of)
+            stages = self.pipeline.assign(items, num, source, param_of, formals, results)
             items, stages = halve_calls(items, stages, 0 if splits else 1)
             items, self.terms, self.at = spread(
                 items, stages, self.terms, rows, len(self.pipeline.plans) - 1, splits
