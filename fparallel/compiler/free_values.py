@@ -189,30 +189,31 @@ class FreeValues:
         cut = _sink_side(edges)
         return [item for item in several if item in cut]
 
-    def choices(self, stage_of: Mapping[int, int]) -> Iterator[FreeChoice]:
-        """What was chosen for every value that stages on several ranks read."""
+    def choices(self, once: Mapping[int, int]) -> Iterator[FreeChoice]:
+        """What was chosen, by `run`: for every value that is sent, and for every other that several ranks read."""
         for item in self.movable:
-            use = self.use[id(item)]
+            stage, ranks = once.get(id(item)), sorted(self.use[id(item)].ranks)
             for out in item.outs:
-                readers = () if out is None else self.readers.get(out, ())
-                direct = any(self.stage_of[id(reader)] is not None for reader in readers)
-                if out is not None and direct and len(use.ranks) > 1:
-                    stage, ranks = stage_of.get(id(item)), sorted(use.ranks)
-                    yield FreeChoice(out, stage, ranks, self._whole_work(item), item.source)
+                readers = self.readers.get(out, ()) if out is not None else ()
+                if stage is None:
+                    told = any(self.stage_of[id(reader)] is not None for reader in readers)
+                else:
+                    told = any(id(r) not in once and self.ranks_of(r) - {self.place[stage]} for r in readers)
+                if out is not None and told and len(ranks) > 1:
+                    yield FreeChoice(out, stage, ranks, self._work(item, once), item.source)
 
-    def _whole_work(self, item: Item) -> float:
-        """The work of an item and of all free items that lead to it."""
+    def _work(self, item: Item, once: Mapping[int, int]) -> float:
+        """The work of an item and of what leads to it; of a copied one, without what is made once."""
         left, seen = [item], {id(item)}
-        total = 0.0
-        while left:
-            now = left.pop()
-            total += work(now)
-            for value in now.inputs:
-                maker = self.maker.get(value)
-                if maker is not None and id(maker) not in seen and id(maker) in self.free:
+        if id(item) not in once:
+            seen.update(once)
+        for now in left:
+            makers = [self.maker[value] for value in now.inputs if value in self.maker]
+            for maker in makers:
+                if id(maker) not in seen and id(maker) in self.free:
                     seen.add(id(maker))
                     left.append(maker)
-        return total
+        return sum(map(work, left))
 
 
 def _sink_side(edges: dict[Any, dict[Any, float]]) -> set[Any]:

@@ -73,7 +73,7 @@ class Case:
       donate, steps: see `assert_equivalent`.
       microbatches, group: see `fp.accumulate`; 0 is a step without it.
       pipeline: the order of `fp.jit`, for rules with "layers" on a mesh axis.
-      features: the blocks that read a feature of the batch alone that is expensive to make.
+      features: the blocks after which a feature of the batch alone comes in that is expensive to make.
     """
 
     mesh: tuple[tuple[str, int], ...] = (("dp", 2),)

@@ -124,9 +124,9 @@ def build(c: Case) -> Problem:
             x = x + frozen["pos"]
         x = use_extras(params.extras, x)
         history = [x]
-        made = feature(batch["values"]) if c.features else None
+        made = feature(batch["values"]) if c.features else torch.zeros(())
         for i, (b, run, p) in enumerate(zip(c.blocks, runs, params.blocks, strict=True)):
-            x = run(p, x if made is None or i not in c.features else x + made)
+            x = run(p, x) + made if i in c.features else run(p, x)
             if b.skip:
                 x = x + history[max(0, len(history) - b.skip)]
             history.append(x)
