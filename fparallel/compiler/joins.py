@@ -208,15 +208,18 @@ def _union(first: tuple[Axis, ...], second: tuple[Axis, ...]) -> tuple[Axis, ...
 
 
 def _fits(windows: Sequence[_Window], axes: tuple[Axis, ...]) -> bool:
-    """Whether all joins can be summed over the axes: no part of one axis twice, no value sharded over one of them."""
+    """Whether all joins can be summed over the axes: no part of one twice, no value that lies along one."""
     names = [axis.name for axis in axes]
     if len(set(names)) < len(names):
         return False
-    return all(
-        axis.name not in {name.name for name in window.join.partial.layout.sharded_axes}
-        for window in windows
-        for axis in axes
-    )
+    return all(_along(window.join).isdisjoint(names) for window in windows)
+
+
+def _along(join: Join) -> set[str]:
+    """The names of the axes that shard the value of a join, or over which it stays pending."""
+    layout = join.partial.layout
+    pending = [axis for axis, _ in layout.unreduced if axis not in join.comm.axes]
+    return {axis.name for axis in (*layout.sharded_axes, *pending)}
 
 
 def _pending(join: Join, axes: tuple[Axis, ...]) -> Local:

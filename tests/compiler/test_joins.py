@@ -11,6 +11,7 @@ import fparallel as fp
 from fparallel.compiler.joins import Join, bundles
 from fparallel.compiler.local import Comm, Local, Op
 from fparallel.compiler.pipeline import Placed
+from fparallel.factors import Factor
 from fparallel.layout import Layout
 from fparallel.mesh import Axis
 from fparallel.models import gpt
@@ -158,7 +159,39 @@ def test_dtypes_do_not_mix():
 
 
 LENGTH = 8
-PP = Axis("pp", 2)
+PP, DP = Axis("pp", 2), Axis("dp", 2)
+
+
+def join(value, dims=(), pending=(), axes=(PP,)):
+    """A sum over `axes` that leaves a value of these dims, pending over further axes."""
+    partial = Local(F64, Layout.of(dims, [(axis, "sum") for axis in (*pending, *axes)]))
+    done = Local(F64, Layout.of(dims, [(axis, "sum") for axis in pending]))
+    return Join({0: [value]}, partial, Comm("all_reduce", axes, partial, done, "sum"))
+
+
+def place(items):
+    placed = [Placed(item, frozenset({0, 1}), i, frozenset({0, 1})) for i, item in enumerate(items)]
+    return placed, {out: one for one in placed for out in one.item.outs}
+
+
+ROW, SHARDED = (Factor(4),), (Factor(4, (DP,)),)
+
+
+@pytest.mark.parametrize(
+    ("dims", "pending", "number"), [((), (), 1), ((ROW,), (), 1), ((ROW,), (DP,), 2), ((SHARDED,), (), 2)]
+)
+def test_the_axes_of_another_join_are_added_where_the_value_does_not_lie_along_them(dims, pending, number):
+    value = Local(F64, Layout.replicated(()))
+    placed, maker = place([join(value, axes=(DP, PP)), join(value, dims, pending)])
+    made = [bundle for found in bundles(placed, maker).values() for bundle in found]
+    assert len(made) == number
+    assert {axis.name for axis in made[0].axes} == {"dp", "pp"}
+    for bundle in made:
+        for one, partial in zip(bundle.joins, bundle.partials, strict=True):
+            left = [axis for axis, _ in partial.layout.unreduced if axis not in bundle.axes]
+            assert left == [axis for axis, _ in one.comm.dst.layout.unreduced]
+
+
 windows = st.tuples(st.integers(0, LENGTH - 1), st.integers(1, LENGTH)).map(
     lambda pair: (min(pair), max(pair))
 )
@@ -167,22 +200,15 @@ windows = st.tuples(st.integers(0, LENGTH - 1), st.integers(1, LENGTH)).map(
 def program(found):
     """An op at each place; per window a value made by the op before its begin, and a join that its end reads."""
     made = [Local(F64, Layout.replicated(())) for _ in range(LENGTH + 1)]
-    joins = []
-    for begin, _ in found:
-        value = made[begin]
-        partial = Local(F64, Layout.of((), [(PP, "sum")]))
-        comm = Comm("all_reduce", (PP,), partial, Local(F64, Layout.replicated(())), "sum")
-        joins.append(Join({0: [value]}, partial, comm))
+    joins = [join(made[begin]) for begin, _ in found]
     items = []
-    for place in range(LENGTH + 1):
-        here = [join for join, (_, end) in zip(joins, found, strict=True) if end == place]
+    for at in range(LENGTH + 1):
+        here = [one for one, (_, end) in zip(joins, found, strict=True) if end == at]
         items += here
-        read = tuple(join.comm.dst for join in here)
-        if place < LENGTH:
-            items.append(Op("op", read, {}, [made[place + 1]]))
-    placed = [Placed(item, frozenset({0, 1}), i, frozenset({0, 1})) for i, item in enumerate(items)]
-    maker = {out: one for one in placed for out in one.item.outs}
-    return placed, maker
+        read = tuple(one.comm.dst for one in here)
+        if at < LENGTH:
+            items.append(Op("op", read, {}, [made[at + 1]]))
+    return place(items)
 
 
 @given(st.lists(windows, min_size=1, max_size=5))
@@ -202,7 +228,7 @@ def test_no_smaller_number_would_do(found):
     assert number == fewest
     for at, here in made.items():
         for bundle in here:
-            for join in bundle.joins:
-                assert all(maker[value].index < at for value in join.inputs if value in maker)
-                readers = [one.index for one in placed if join.comm.dst in one.item.inputs]
+            for found_join in bundle.joins:
+                assert all(maker[value].index < at for value in found_join.inputs if value in maker)
+                readers = [one.index for one in placed if found_join.comm.dst in one.item.inputs]
                 assert all(at <= reader for reader in readers)
