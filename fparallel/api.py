@@ -21,7 +21,7 @@ from fparallel.errors import ShardingError, TraceError
 from fparallel.explain import explain_leaf, replicated_text
 from fparallel.logical import LogicalSpec
 from fparallel.mesh import Mesh
-from fparallel.planning import Planner, check_strict, same_places, warn_undonated
+from fparallel.planning import Planner, check_means, check_strict, same_places, warn_undonated
 from fparallel.rules import LeafPlan, Rules
 from fparallel.schedule.ir import Schedule
 from fparallel.schedule.memory import MemoryReport, memory
@@ -236,6 +236,7 @@ class Jitted:
         wanted = planner.wanted(traced, plans, out_plans, same_place)
         donated = self.binder.donated(traced.arguments)
         warn_undonated(plans, donated, same_place)
+        check_means(traced.program, plans, strict=self.strict)
         staging = planner.staging(traced, plans, out_plans, self.pipeline)
         staged = any(plan.layer is not None for plan in plans)  # if so, outputs lie where they come out
         out_homes = ["any" if staged or plan.home is None else plan.home for plan in out_plans]
@@ -297,8 +298,8 @@ def jit(
       pipeline: the order in which the stages of a pipeline run micro-batches, where rules put the layers of a list on
         a mesh axis: "1f1b" (if None), "gpipe", "interleaved" or "interleaved:3" (chunks a rank), "zb_h1", "zb_v",
         "auto" (the fastest for what the stages cost), or one registered with `register_order`.
-      strict: an error for every reshard that communicates and was not asked for; plain arguments are compared
-        across ranks at every step.
+      strict: an error for every reshard that communicates and was not asked for, and for a plain result that the mean
+        over micro-batches does not give (else a warning); plain arguments are compared across ranks at every step.
       compile: "eager" or "inductor": how the segments of local compute run.
 
     Returns:

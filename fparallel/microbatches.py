@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +18,11 @@ from fparallel import random, tree
 from fparallel._compat import FakeTensorMode, functorch_active
 from fparallel.errors import TraceError
 from fparallel.mean import Mean, MeanSum, Weighted
+from fparallel.microbatch_results import ROWS, Result, Whole, tensors_of
 from fparallel.recorder import Loop, current_recorder, recording
 from fparallel.transforms import Differentiates, differentiates, value_and_grad
 
 REDUCTIONS = ("mean", "sum")
-SUM, ROWS = "sum", "rows"  # how a result of the body becomes one of the loop
 
 
 def accumulate(
@@ -50,7 +49,9 @@ def accumulate(
         any other float tensor, the mean or the sum over micro-batches; integers are only summed.
       num_microbatches: M. M times `group` divides the rows; times the ranks that shard them, too.
       batch_argnums: the positional arguments that are cut.
-      reduction: "mean" weighs micro-batches equally, "sum" adds them up.
+      reduction: "mean" weighs micro-batches equally, "sum" adds them up. Under `fp.jit` a plain result that is divided
+        by what the batch holds (`(nll * mask).sum() / mask.sum()`) is a listed warning with "mean", an error if strict:
+        it is not what the whole batch gives.
       group: neighbouring rows that stay together.
 
     Gradients of bfloat16 and float16 leaves are added in float32, in the order of the micro-batches, and rounded once.
@@ -73,7 +74,7 @@ def accumulate(
 
     @functools.wraps(fn)
     def accumulated(*args: Any, **kwargs: Any) -> Any:
-        return _Accumulated(fn, args, kwargs, argnums, num_microbatches, group, reduction).run()
+        return Accumulated(fn, args, kwargs, argnums, num_microbatches, group, reduction).run()
 
     return accumulated
 
@@ -118,7 +119,16 @@ def _run(loop: Loop) -> list[Tensor]:
     ]
 
 
-class _Accumulated:
+@tree.dataclass
+class _Part:
+    """What one micro-batch adds to the results of what is differentiated."""
+
+    loss: Any
+    aux: Any
+    grads: Any
+
+
+class Accumulated:
     """One call of an accumulated function."""
 
     def __init__(
@@ -182,9 +192,11 @@ class _Accumulated:
         spec = differentiates(self.fn)
         if spec is None:
             return self._loop(self.fn)
-        (value, aux), grads = self._loop(self._gradients(spec), self._weights(spec))
-        value = (value, aux) if spec.has_aux else value
-        return (value, grads) if spec.with_value else (grads, aux) if spec.has_aux else grads
+        made = self._loop(self._gradients(spec), self._weights(spec))
+        value = (made.loss, made.aux) if spec.has_aux else made.loss
+        if spec.with_value:
+            return value, made.grads
+        return (made.grads, made.aux) if spec.has_aux else made.grads
 
     # ------------------------------------------------------------ what is differentiated
 
@@ -192,20 +204,20 @@ class _Accumulated:
         """The weight of all micro-batches, for each Mean in the loss."""
         weighted: list[bool] = []
 
-        def weigh(*args: Any, **kwargs: Any) -> list[_Whole]:
+        def weigh(*args: Any, **kwargs: Any) -> list[Whole]:
             with torch.no_grad():
                 out = spec.loss(spec.fun(*args, **kwargs))
             weighted.append(isinstance(out, Weighted))
             if not isinstance(out, Weighted):
                 return []
             weights = [torch.as_tensor(mean.weight).detach() for _, mean in out.weighted()]
-            return [_Whole(w.to(torch.int64) if w.dtype == torch.bool else w) for w in weights]
+            return [Whole(w.to(torch.int64) if w.dtype == torch.bool else w) for w in weights]
 
-        self._shapes(weigh)
+        self.shapes(weigh)
         return list(self._loop(weigh)) if weighted[-1] else []
 
     def _gradients(self, spec: Differentiates) -> Callable:
-        """The function whose sum over micro-batches is ((loss, aux), gradients); it reads `self.weights`."""
+        """The function whose sum over micro-batches is loss, aux and gradients; it reads `self.weights`."""
 
         def part(*args: Any, **kwargs: Any) -> Any:
             def fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -215,11 +227,13 @@ class _Accumulated:
                     terms = zip(loss.weighted(), self.weights, strict=True)
                     return MeanSum(tuple((c, Mean(mean.sum, weight)) for (c, mean), weight in terms)), aux
                 if isinstance(loss, Tensor) and self.reduction == "mean":
+                    plain.append(True)
                     loss = loss / self.num
                 return loss, aux
 
+            plain: list[bool] = []
             (value, aux), grads = value_and_grad(fun, spec.argnums, has_aux=True)(*args, **kwargs)
-            return (_Whole(value), aux), tree.map(_Whole, grads)
+            return _Part(Whole(value, plain=bool(plain)), aux, tree.map(Whole, grads))
 
         return part
 
@@ -233,7 +247,7 @@ class _Accumulated:
         keys = own["key"] + ([] if self.scope is None else [self.scope])
         whole = [*own["whole"], *weights]
         self.weights = list(weights)
-        result = _Result(self, fn)
+        result = Result(self, fn)
 
         def body(whole: list[Tensor], parts: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
             args, kwargs = self._arguments(whole, parts, keys)
@@ -241,7 +255,17 @@ class _Accumulated:
             with contextlib.nullcontext() if self.scope is None else random.use(keys[-1]):
                 return result.flatten(fn(*args, **kwargs))
 
-        loop = Loop(self.name, body, lambda: result.kinds, self.num, self.group, whole, own["batch"], keys)
+        loop = Loop(
+            self.name,
+            body,
+            lambda: result.kinds,
+            lambda: result.means,
+            self.num,
+            self.group,
+            whole,
+            own["batch"],
+            keys,
+        )
         recorder = current_recorder()
         tracked = torch.is_grad_enabled() and any(x.requires_grad for x in [*whole, *own["batch"]])
         if recorder is not None and not functorch_active() and not tracked:
@@ -258,7 +282,7 @@ class _Accumulated:
         ]
         return tree.unflatten(self.treedef, leaves)
 
-    def _shapes(self, fn: Callable, rows: int | None = None) -> list[tuple[int, ...]]:
+    def shapes(self, fn: Callable, rows: int | None = None) -> list[tuple[int, ...]]:
         """The shapes of what `fn` returns for a micro-batch (of so many rows), with nothing computed."""
         rows = self.rows // self.num if rows is None else rows
         recorder = current_recorder()
@@ -279,7 +303,7 @@ class _Accumulated:
             key = None if self.scope is None else torch.empty_like(self.scope)
             try:
                 with contextlib.nullcontext() if key is None else random.use(key):
-                    return [tuple(x.shape) for x in _tensors(fn(*args, **kwargs))]
+                    return [tuple(x.shape) for x in tensors_of(fn(*args, **kwargs))]
             finally:
                 self.weights = weights
 
@@ -293,104 +317,3 @@ def _kind(leaf: Any, *, in_batch: bool) -> str:
     if in_batch:
         return "batch" if leaf.dim() else "whole"
     return "key" if leaf.dtype == torch.int64 and leaf.shape == (2,) else "whole"
-
-
-class _Whole:
-    """A result that is added up as it is, whatever its shape: the loss, a gradient, a weight."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def _parts(out: Any) -> tuple[list[Any], Any]:
-    return tree.flatten(out, lambda x: isinstance(x, (_Whole, Weighted)))
-
-
-def _tensors(out: Any) -> list[Tensor]:
-    """The tensors of a result, in the order of `_Result.flatten`."""
-    found: list[Tensor] = []
-    for leaf in _parts(out)[0]:
-        if isinstance(leaf, _Whole):
-            found.append(leaf.tensor)
-        elif isinstance(leaf, Weighted):
-            found += [torch.as_tensor(x) for _, mean in leaf.weighted() for x in (mean.sum, mean.weight)]
-        elif isinstance(leaf, Tensor):
-            found.append(leaf)
-    return found
-
-
-class _Result:
-    """How the results of one micro-batch become those of the whole batch."""
-
-    def __init__(self, loop: _Accumulated, fn: Callable) -> None:
-        self.loop, self.fn = loop, fn
-        self.kinds: list[str] = []
-        self.leaves: list[Any] = []
-        self.treedef: Any = None
-
-    def flatten(self, out: Any) -> list[Tensor]:
-        """The tensors to add up or to put in order, means already divided by their number."""
-        self.leaves, self.treedef = _parts(out)
-        tensors = _tensors(out)
-        per_example = self._per_example(tensors)
-        self.kinds, flat = [], iter(zip(tensors, per_example, strict=True))
-        found: list[Tensor] = []
-        for leaf in self.leaves:
-            if isinstance(leaf, Weighted):
-                for tensor, _ in itertools.islice(flat, 2 * len(leaf.weighted())):
-                    found.append(tensor.to(torch.int64) if tensor.dtype == torch.bool else tensor)
-                    self.kinds.append(SUM)
-            elif isinstance(leaf, (_Whole, Tensor)):
-                tensor, rows = next(flat)
-                self.kinds.append(ROWS if rows else SUM)
-                found.append(tensor if rows or isinstance(leaf, _Whole) else self._reduced(tensor))
-        return found
-
-    def _reduced(self, tensor: Tensor) -> Tensor:
-        loop = self.loop
-        if loop.reduction == "sum":
-            return tensor.to(torch.int64) if tensor.dtype == torch.bool else tensor
-        if loop.num == 1:
-            return tensor
-        if not tensor.dtype.is_floating_point:
-            raise TraceError(
-                f"{loop.name} returns a {tensor.dtype} tensor of shape {list(tensor.shape)} for each micro-batch, "
-                "which has no mean",
-                fix='return fp.Mean(sum, count), or make it float, or use reduction="sum"',
-            )
-        return tensor / loop.num
-
-    def _per_example(self, tensors: Sequence[Tensor]) -> list[bool]:
-        """Which tensors have a row for each row of the micro-batch: those whose rows grow with it."""
-        rows = self.loop.rows // self.loop.num
-        single = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        if not any(x.dim() and x.shape[0] == rows for x in single):
-            return [False] * len(tensors)
-        try:
-            shapes = self.loop._shapes(self.fn, 2 * rows)
-        except Exception as error:
-            raise TraceError(
-                f"{self.loop.name} returns a tensor with {rows} rows, as many as a micro-batch has; whether they are "
-                f"the rows of the batch cannot be told, because it does not run on {2 * rows} rows: {error}",
-                fix="return fp.Mean or scalars, or let the function take a batch of any size",
-            ) from error
-        own = {id(x) for x in single}
-        return [
-            id(x) in own and bool(x.dim()) and x.shape[0] == rows and shape[:1] == (2 * rows,)
-            for x, shape in zip(tensors, shapes, strict=True)
-        ]
-
-    def unflatten(self, outs: Sequence[Tensor]) -> Any:
-        flat = iter(outs)
-        leaves: list[Any] = []
-        for leaf in self.leaves:
-            if isinstance(leaf, Weighted):
-                terms = tuple((c, Mean(next(flat), next(flat))) for c, _ in leaf.weighted())
-                leaves.append(terms[0][1] if isinstance(leaf, Mean) else MeanSum(terms))
-            elif isinstance(leaf, (_Whole, Tensor)):
-                leaves.append(next(flat))
-            elif isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-                leaves.append(leaf if self.loop.reduction == "mean" else leaf * self.loop.num)
-            else:
-                leaves.append(leaf)
-        return tree.unflatten(self.treedef, leaves)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from fparallel import tree
 from fparallel.arguments import Arguments
 from fparallel.array import Array, ShapeDtypeStruct
-from fparallel.compiler.graph import has_boundaries, has_gradients
+from fparallel.compiler.graph import Program, has_boundaries, has_gradients
 from fparallel.compiler.lower import LoweredProgram
-from fparallel.errors import ShardingError
+from fparallel.compiler.uneven_means import uneven_means
+from fparallel.errors import ShardingError, TraceError
 from fparallel.layout import Layout, typed
 from fparallel.logical import LogicalSpec, names_of
 from fparallel.mesh import Mesh
@@ -22,6 +23,8 @@ from fparallel.staging import Staging
 
 if TYPE_CHECKING:
     from fparallel.api import Traced
+
+MEAN_FIX = "return fp.Mean(total, weight)"
 
 
 @dataclass(frozen=True)
@@ -270,6 +273,17 @@ def warn_undonated(
             f"donated, but no output takes the place of {', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''}",
             "donate an argument whose structure, shapes and dtypes an output has",
         )
+
+
+def check_means(program: Program, plans: Sequence[LeafPlan], *, strict: bool) -> None:
+    """A listed warning, an error under `strict`, for plain results that the mean over micro-batches does not give."""
+    params = {v for v, plan in zip(program.graph.inputs, plans, strict=True) if plan.role == "params"}
+    found = uneven_means(program, params)
+    if found and strict:
+        where = ", ".join(dict.fromkeys(mean.source for mean in found))
+        raise TraceError("strict: " + "\n".join(map(str, found)), fix=MEAN_FIX, where=where)
+    if found:
+        warn("\n".join(map(str, found)), MEAN_FIX)
 
 
 def check_strict(lowered: LoweredProgram) -> None:

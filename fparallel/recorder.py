@@ -37,6 +37,8 @@ class Loop:
     Attributes:
       body: from the tensors that pass whole, those of a micro-batch and its keys to flat results.
       kinds: after a call of the body, per result "sum" or "rows".
+      means: after a call of the body, per result the name of a plain value of which the micro-batches' mean is
+        taken, "" for any other.
       num, group: micro-batches, and neighbouring rows that stay together.
       whole, batch, keys: the tensors outside of the loop.
     """
@@ -44,6 +46,7 @@ class Loop:
     name: str
     body: Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
     kinds: Callable[[], list[str]]
+    means: Callable[[], list[str]]
     num: int
     group: int
     whole: list[Tensor]

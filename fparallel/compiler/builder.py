@@ -7,7 +7,7 @@ collectives that depend on each other make one segment.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from fparallel.compiler.local import (
     Comm,
     Local,
     Op,
+    Packed,
     Step,
     Transfer,
     drop_dead,
@@ -61,6 +62,15 @@ def work_of(op: Op) -> Work | None:
     if op.target in _PICKS:
         sizes[0] = min(sizes[0], written)
     return Work(op.flops, sum(sizes) + written, outs[0].dtype)
+
+
+def _collective(comms: Sequence[Comm], name: Callable[[Local], str]) -> Collective:
+    """One collective on the tensors of all `comms`, which are alike."""
+    first = comms[0]
+    ins, outs = tuple(name(comm.src) for comm in comms), tuple(name(comm.dst) for comm in comms)
+    cause = "; ".join(dict.fromkeys(comm.cause for comm in comms if comm.cause))
+    source = next((comm.source for comm in comms if comm.source), "")
+    return Collective(first.kind, first.axes, ins, outs, first.reduce, cause, source, sources=first.sources)
 
 
 class Builder:
@@ -259,20 +269,8 @@ class Builder:
                 elif step.micro is not None and not label:
                     named += f" mb{step.micro}"
                 self.instrs.append(Run(step.segment.name, ins, outs, named))
-            elif isinstance(step, Comm):
-                src = name(step.src)
-                self.instrs.append(
-                    Collective(
-                        step.kind,
-                        step.axes,
-                        (src,),
-                        (name(step.dst),),
-                        step.reduce,
-                        step.cause,
-                        step.source,
-                        sources=step.sources,
-                    )
-                )
+            elif isinstance(step, (Comm, Packed)):
+                self.instrs.append(_collective(step.comms if isinstance(step, Packed) else [step], name))
             elif isinstance(step, Transfer):
                 values = tuple(name(value) for value in step.values)
                 made = Send if step.kind == "send" else Recv

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Decision:
-    """One reshard that the compiler inserted, for `explain`."""
+    """One reshard that the compiler inserted, or how a pipeline's ranks come by a value, for `explain`."""
 
     value: str
     src: Layout

@@ -274,6 +274,7 @@ class LoopGraph:
       num, group: micro-batches, and neighbouring rows that stay together.
       num_whole, num_batch: of the inputs.
       kinds: per output "sum", added up over micro-batches, or "rows", put in the order of the batch.
+      means: per output its name if it is a plain value of which the micro-batches' mean is taken, or "".
     """
 
     name: str
@@ -283,6 +284,7 @@ class LoopGraph:
     num_whole: int
     num_batch: int
     kinds: list[str]
+    means: list[str]
 
 
 @dataclass

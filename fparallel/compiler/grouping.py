@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from fparallel.compiler.local import Call, Comm, Local, Op, Step, Transfer, map_locals
+from fparallel.compiler.local import Call, Comm, Local, Op, Packed, Step, Transfer, map_locals
 from fparallel.compiler.memory import whole_view
 
-Other = Comm | Call | Transfer
+Other = Comm | Call | Transfer | Packed
 
 
 def group(items: Sequence[Step]) -> list[list[Op] | Other]:

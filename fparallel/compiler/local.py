@@ -119,6 +119,23 @@ class Comm:
 
 
 @dataclass(eq=False)
+class Packed:
+    """Collectives alike, on a tensor each, that are one."""
+
+    comms: list[Comm]
+    phase: str = "U"
+    task: At | None = None
+
+    @property
+    def inputs(self) -> list[Local]:
+        return [comm.src for comm in self.comms]
+
+    @property
+    def outs(self) -> list[Local]:
+        return [comm.dst for comm in self.comms]
+
+
+@dataclass(eq=False)
 class Call:
     """A call of a block's forward or backward. `saved` is shared by the two and carries the residuals.
 
@@ -177,7 +194,7 @@ class Transfer:
 
 
 Item = Op | Comm | Call
-Step = Item | Transfer
+Step = Item | Transfer | Packed
 
 
 @dataclass

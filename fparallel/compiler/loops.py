@@ -43,7 +43,9 @@ class LoopTracing:
                 fix="pass the tensor to the accumulated function as an argument",
             )
         whole, kinds = [*loop.whole, *lifted], list(loop.kinds())
-        traced = LoopGraph(loop.name, graph, loop.num, loop.group, len(whole), len(loop.batch), kinds)
+        traced = LoopGraph(
+            loop.name, graph, loop.num, loop.group, len(whole), len(loop.batch), kinds, list(loop.means())
+        )
         self.loops.append(traced)
         like = [
             Value((out.shape[0] * loop.num, *out.shape[1:]) if kind == "rows" else out.shape, out.dtype)

@@ -13,6 +13,7 @@ from fparallel.compiler.block_calls import gradient_hints
 from fparallel.compiler.build import build
 from fparallel.compiler.context import Context, Decision, Roles
 from fparallel.compiler.early import early_collectives
+from fparallel.compiler.free_values import FreeChoice
 from fparallel.compiler.graph import (
     ACCUMULATE,
     CONSTRAIN,
@@ -134,10 +135,18 @@ def lower_program(
     place = None
     if pipeline is not None:
         place = _projection(pipeline, mesh, inputs, arguments, results, same_place, out_homes, homes)
+        context.decisions += map(_of_free_value, pipeline.free_choices)
     built = build(context, items, arguments, results, donated, same_place, place)
     return LoweredProgram(
         built.schedule, built.constants, [local.layout for local in results], homes, context.decisions
     )
+
+
+def _of_free_value(choice: FreeChoice) -> Decision:
+    value, kinds = choice.value, () if choice.stage is None else ("send",)
+    moved = 0.0 if choice.stage is None else float(value.nbytes * (len(choice.ranks) - 1))
+    layout = value.layout
+    return Decision(value.name, layout, layout, value.dtype, moved, choice.cause, choice.source, kinds)
 
 
 def _projection(

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fparallel.compiler.joins import Bundle, Join, bundles, by_joins
 from fparallel.compiler.local import At, Call, Comm, Item, Local, Op, map_locals
 from fparallel.compiler.stages import Pipeline
 from fparallel.layout import Layout
@@ -24,23 +25,6 @@ from fparallel.schedule.tasks import Task
 SMALL = 1024  # elements of a value that is all-reduced over the axis rather than sent
 
 Ranks = frozenset[int]
-
-
-@dataclass(eq=False)
-class Join:
-    """Adds up what the pipeline ranks hold: `parts` by rank; `out` lies on all of them."""
-
-    parts: dict[int, list[Local]]
-    partial: Local
-    comm: Comm
-
-    @property
-    def inputs(self) -> list[Local]:
-        return [value for values in self.parts.values() for value in values]
-
-    @property
-    def outs(self) -> list[Local]:
-        return [self.comm.dst]
 
 
 @dataclass(eq=False)
@@ -107,8 +91,12 @@ class Projection:
         self.out_homes = [
             self._out_home(local, wish) for local, wish in zip(self.results, wanted, strict=True)
         ]
+        self.placed = by_joins(self.placed, self.maker)
+        for index, placed in enumerate(self.placed):
+            placed.index = index
         self.sent: dict[int, list[Sent]] = {}  # by index of the item that makes the values; -1 for arguments
         self._demand()
+        self.bundles: dict[int, list[Bundle]] = bundles(self.placed, self.maker)  # before which item they go
 
     # ------------------------------------------------------------ where items can run
 

@@ -12,13 +12,11 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fparallel.compiler.local import At, Call, Comm, Item, Local, Op, Role, Roles, Step, Transfer
 from fparallel.compiler.pipeline import Join, Placed, Sent
 from fparallel.errors import ScheduleError
-from fparallel.layout import Layout
-from fparallel.schedule.segment import LocalShape
 from fparallel.schedule.tasks import Task, times
 
 if TYPE_CHECKING:
@@ -58,8 +56,8 @@ class _Loop:
         need: dict[Task, set[Task]] = {}
         flops: dict[Task, float] = {}
         for task, items in self.tasks.items():
-            makers = [projection.maker.get(v) for placed in items for v in placed.item.inputs]
-            need[task] = {task_of[id(m)] for m in makers if m is not None and id(m) in task_of} - {task}
+            makers = _makers(projection, items)
+            need[task] = {task_of[id(maker)] for maker in makers if id(maker) in task_of} - {task}
             flops[task] = sum(
                 projection.pipeline.flops(p.item) for p in items if not isinstance(p.item, Join)
             )
@@ -162,14 +160,29 @@ class _Emitter:
     def _outside(self, begin: int, end: int) -> None:
         """What stands between loops, in the program's order."""
         for index in range(begin, end):
+            self._join(index)
             if index >= 0:
                 placed = self.projection.placed[index]
                 item = placed.item
-                if placed.task is None or (isinstance(item, Comm) and item.early):
+                outside = placed.task is None or (isinstance(item, Comm) and item.early)
+                if outside and not isinstance(item, Join):
                     self._emit(placed, None)
             if index not in self.in_loops:
                 for sent in self.projection.sent.get(index, ()):
                     self._transfer(sent)
+        self._join(end)
+
+    def _join(self, index: int) -> None:
+        """Issues the bundles of joins that stand before an item."""
+        for bundle in self.projection.bundles.get(index, ()):
+            if self.emitted.issuperset(bundle.indices):
+                continue
+            self.emitted.update(bundle.indices)
+            for value in (value for join in bundle.joins for value in join.parts.get(self.rank, ())):
+                maker = self.projection.maker.get(value)
+                if maker is not None and _floats(maker):
+                    self._emit(maker, None)
+            self.items += bundle.steps(self.rank, self.projection.mesh.device)
 
     def _transfer(self, sent: Sent, task: At | None = None) -> None:
         if sent.source == self.rank:
@@ -195,30 +208,8 @@ class _Emitter:
                 continue
             self.emitted.add(now.index)
             item = now.item
-            if isinstance(item, Join):
-                self._join(item)
-            else:
-                self.items.append(_in_task(item, task) if _floats(now) else item)
-
-    def _join(self, join: Join) -> None:
-        parts, partial = join.parts.get(self.rank, []), join.partial
-        source = join.comm.source
-        if not parts:
-            layout = Layout(partial.layout.dims)
-            kwargs: dict[str, Any] = {"dtype": partial.dtype, "device": self.projection.mesh.device}
-            self.items.append(
-                Op("aten.full.default", (LocalShape(layout), 0), kwargs, [partial], source, "U")
-            )
-        elif len(parts) == 1:
-            self.items.append(Op("local.own", (parts[0],), {}, [partial], source, "U"))
-        else:
-            total = parts[0]
-            for i, part in enumerate(parts[1:]):
-                last = i == len(parts) - 2
-                added = partial if last else Local(total.dtype, total.layout)
-                self.items.append(Op("aten.add.Tensor", (total, part), {}, [added], source, "U"))
-                total = added
-        self.items.append(join.comm)
+            assert not isinstance(item, Join), "a join is issued with its bundle"
+            self.items.append(_in_task(item, task) if _floats(now) else item)
 
 
 def weights_last(items: Sequence[Placed]) -> list[Placed]:
@@ -257,6 +248,19 @@ def _in_task(item: Item, task: At | None) -> Item:
     if task is None or not isinstance(item, Op):
         return replace(item, task=task)
     return replace(item, task=task, phase="F" if task.kind == "F" else "B")
+
+
+def _makers(projection: Projection, items: Sequence[Placed]) -> list[Placed]:
+    """What makes the values that items read, also through what every stage makes for itself."""
+    left = [value for placed in items for value in placed.item.inputs]
+    found: dict[int, Placed] = {}
+    for value in left:
+        maker = projection.maker.get(value)
+        if maker is not None and maker.index not in found:
+            found[maker.index] = maker
+            if _floats(maker):
+                left.extend(maker.item.inputs)
+    return list(found.values())
 
 
 def _floats(placed: Placed) -> bool:

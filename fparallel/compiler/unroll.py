@@ -20,7 +20,8 @@ from fparallel.compiler.local import At, Call, Comm, Item, Local, Op, Saved, dro
 from fparallel.compiler.loop_tasks import halve_calls, spread
 from fparallel.errors import ShardingError
 from fparallel.layout import Layout, typed
-from fparallel.microbatches import ROWS, wide
+from fparallel.microbatch_results import ROWS
+from fparallel.microbatches import wide
 from fparallel.schedule.orders import find_order
 from fparallel.schedule.segment import ADD
 
@@ -151,7 +152,7 @@ class _Copies:
         if self.pipeline is not None:
             self.pipeline.choose(items, num, source, param_of)
             splits = find_order(self.pipeline.order, self.pipeline.ranks)[0].splits
-            stages = self.pipeline.assign(items, num, source, param_of)
+            stages = self.pipeline.assign(items, num, source, param_of, formals, results)
             items, stages = halve_calls(items, stages, 0 if splits else 1)
             items, self.terms, self.at = spread(
                 items, stages, self.terms, rows, len(self.pipeline.plans) - 1, splits

@@ -73,6 +73,7 @@ class Case:
       donate, steps: see `assert_equivalent`.
       microbatches, group: see `fp.accumulate`; 0 is a step without it.
       pipeline: the order of `fp.jit`, for rules with "layers" on a mesh axis.
+      features: the blocks after which a feature of the batch alone comes in that is expensive to make.
     """
 
     mesh: tuple[tuple[str, int], ...] = (("dp", 2),)
@@ -100,6 +101,7 @@ class Case:
     microbatches: int = 0
     group: int = 1
     pipeline: str | None = None
+    features: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         """Only what is not the default."""

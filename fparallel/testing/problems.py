@@ -20,6 +20,7 @@ from fparallel.testing.equivalence import assert_equivalent
 from fparallel.testing.small_models import (
     Draw,
     Model,
+    feature,
     init_block,
     init_extras,
     init_norm,
@@ -123,8 +124,9 @@ def build(c: Case) -> Problem:
             x = x + frozen["pos"]
         x = use_extras(params.extras, x)
         history = [x]
-        for b, run, p in zip(c.blocks, runs, params.blocks, strict=True):
-            x = run(p, x)
+        made = feature(batch["values"]) if c.features else torch.zeros(())
+        for i, (b, run, p) in enumerate(zip(c.blocks, runs, params.blocks, strict=True)):
+            x = run(p, x) + made if i in c.features else run(p, x)
             if b.skip:
                 x = x + history[max(0, len(history) - b.skip)]
             history.append(x)

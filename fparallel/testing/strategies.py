@@ -216,7 +216,16 @@ def pipelined_cases(
         made = [replace(block, constrain=False) for block in made]
         case = replace(case, names=tuple(pair for pair in case.names if pair[0] != "seq"))
     names = (*case.names, ("layers", "pp"))
-    return replace(case, mesh=tuple(mesh), names=names, blocks=tuple(made), pipeline=order)
+    some = st.sets(st.integers(0, len(made) - 1)).map(sorted)
+    reading = draw(st.sampled_from([[], list(range(len(made)))]) | some)
+    return replace(
+        case,
+        mesh=tuple(mesh),
+        names=names,
+        blocks=tuple(made),
+        pipeline=order,
+        features=tuple(reading),
+    )
 
 
 @st.composite
