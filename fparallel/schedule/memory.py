@@ -20,6 +20,7 @@ CAUSES = (
     "other arguments",
     "constants",
     "gathered parameters",
+    "kept parameters",
     "activations",
     "gradients",
     "communication",
@@ -132,10 +133,21 @@ def _row(schedule: Schedule, program: Program, rank: int, count: int, tier: str)
     for instr in program.instrs[: 0 if number is None else number + 1]:
         _advance(alive, instr)
     by_cause = dict.fromkeys(CAUSES, 0)
+    kept = set() if number is None else _between_uses(program, number)
     for name in alive:
-        by_cause[causes[name]] += _in_tier(schedule, name, coords, tier)
+        cause = causes[name]
+        if cause == "gathered parameters" and name in kept:
+            cause = "kept parameters"
+        by_cause[cause] += _in_tier(schedule, name, coords, tier)
     text = "" if number is None else instr_text(program.instrs[number])
     return RankMemory(rank, coords, count, tier, peak, number, text, by_cause)
+
+
+def _between_uses(program: Program, number: int) -> set[str]:
+    """What has been read before an instruction and will be after it, but not by it."""
+    before = {name for instr in program.instrs[:number] for name in instr.reads}
+    after = {name for instr in program.instrs[number + 1 :] for name in instr.reads}
+    return (before & after).difference(program.instrs[number].reads)
 
 
 def _in_tier(schedule: Schedule, name: str, coords: dict[str, int], tier: str) -> int:
@@ -156,7 +168,7 @@ def _causes(schedule: Schedule, program: Program) -> Iterator[tuple[str, str]]:
 
     An argument is what its path says: `params`, `opt_state` or `batch`. A gradient has `grad` or `grads` in
     its path, or is what a collective makes of one. What is made of parameters alone, gathered or cast, is a
-    gathered parameter.
+    gathered parameter; `_row` counts it as kept where it waits between two uses.
     """
     causes: dict[str, str] = {}
     for name in program.arguments:
