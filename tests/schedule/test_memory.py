@@ -140,8 +140,9 @@ def test_the_report_names_what_the_memory_is_for():
     }
     assert row.peak == sum(row.by_cause.values())
     head, line = (re.split(r"\s{2,}", text) for text in str(memory(schedule)).splitlines())
-    assert head == ["rank", "tier", "peak", *CAUSES, "peak at"]
+    assert head == ["rank", "tier", "peak", *CAUSES, "kept at most", "peak at"]
     assert line[:5] == ["0 (dp=0) and 1 more", "device", "760 B", "80 B", "64 B"]
+    assert line[-4] == "32 B"  # v while B and update run
     assert line[-3:] == ["0008", "reduce_scatter[dp sum]", "grads.w -> g@shard"]
 
 
