@@ -1,11 +1,13 @@
 """What is kept instead of gathered again, under a budget."""
 
+import dataclasses
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fparallel.mesh import Mesh
 from fparallel.schedule import Collective, Schedule
 from fparallel.schedule.memory import memory
 from fparallel.schedule.passes import keep, run_passes
@@ -130,6 +132,34 @@ def test_of_what_is_live_twice_one_is_enough_whatever_the_budget():
 def test_what_is_not_taken_out(last):
     schedule = example(f"all_gather[dp]  w -> w@a\nrun F <f>  (x, w@a) -> y\nfree  w@a\n{last}")
     assert keep(schedule) == run_passes(schedule, off=["complete", "bucket", "early_free", "prefetch"])
+
+
+def test_what_is_sent_keeps_its_name():
+    """The receiver knows it by that."""
+    mesh = Mesh((2, 2), ("dp", "pp"))
+    sender = example(
+        """
+        all_gather[dp]  w -> w@a
+        run F <f>       (x, w@a) -> y
+        free            w@a
+        all_gather[dp]  w -> w@b
+        send[pp 1]      w@b
+        free            w@b
+        """,
+        mesh=mesh,
+    )
+    receiver = example("recv[pp 0]  w@b\nrun G <g>  (w@b) -> z\nfree  w@b", mesh=mesh)
+    roles = [(("pp", 0),), (("pp", 1),)]
+    programs = [
+        dataclasses.replace(some.programs[0], role=role)
+        for some, role in zip((sender, receiver), roles, strict=True)
+    ]
+    both = Schedule(
+        mesh, receiver.buffers | sender.buffers, receiver.segments | sender.segments, tuple(programs)
+    )
+    after = keep(both)
+    after.verify()
+    assert gathers(after) == ["w", "w"]
 
 
 @given(raw=any_schedules(raw=True), room=st.sampled_from([-500, 0, 300, 1000, 10**9]))
