@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from fparallel.schedule.memory import highest_peak
+from fparallel.schedule.passes import run_passes
 from fparallel.schedule.verify import LESS_MEMORY, fail_at
 
 if TYPE_CHECKING:
@@ -69,10 +70,16 @@ def _refuse(jitted: Jitted, traced: Traced, least: Lowered, budget: int) -> NoRe
 
 def _other(jitted: Jitted, traced: Traced) -> tuple[str, int]:
     """The order that needs least, as `pipeline` names it, and its bytes."""
+
+    def least(lowered: Lowered) -> int:
+        """With nothing kept and nothing ahead of its use: this order might fit."""
+        schedule = run_passes(lowered.program.schedule, off=jitted.passes_off, memory_budget=0)
+        return highest_peak(schedule).nbytes
+
     auto = jitted.lower_as(traced, "auto")
-    needed = {"auto": _nbytes(auto)}
+    needed = {"auto": least(auto)}
     for candidate in auto.program.candidates:
         made = candidate if candidate.rows is not None else None
-        nbytes = _nbytes(jitted.lower_as(traced, candidate.order, made))
+        nbytes = least(jitted.lower_as(traced, candidate.order, made))
         needed[candidate.order] = min(nbytes, needed.get(candidate.order, nbytes))
     return min(needed.items(), key=lambda pair: (pair[1], pair[0] == "auto"))
