@@ -14,7 +14,9 @@ from torch import Tensor
 from fparallel import tree
 from fparallel.arguments import Arguments, Binder
 from fparallel.array import Array, ShapeDtypeStruct
+from fparallel.budget import lower_within
 from fparallel.compiled import Compiled
+from fparallel.compiler.choice import Candidate
 from fparallel.compiler.lower import LoweredProgram, lower_program
 from fparallel.compiler.trace import trace
 from fparallel.errors import ShardingError, TraceError
@@ -229,15 +231,24 @@ class Jitted:
 
     @_uncollected
     def lower_traced(self, traced: Traced) -> Lowered:
+        if self.memory_budget is None:
+            lowered = self.lower_as(traced, self.pipeline)
+        else:
+            lowered = lower_within(self, traced, self.memory_budget)
+        warn_undonated(lowered.plans, lowered.donated, same_places(traced))
+        check_means(traced.program, lowered.plans, strict=self.strict)
+        lowered.schedule.verify(memory_budget=self.memory_budget)
+        return lowered
+
+    def lower_as(self, traced: Traced, pipeline: str | None, chosen: Candidate | None = None) -> Lowered:
+        """The schedule, not verified, with an order of the pipeline's tasks; `chosen`: what "auto" stands for."""
         planner = Planner(self.name, self.mesh, self.rules, self.in_shardings, self.out_shardings)
         plans, same_place = planner.input_plans(traced.arguments), same_places(traced)
         out_plans = planner.output_plans(traced, plans, same_place)
         planner.check_rules(traced)
         wanted = planner.wanted(traced, plans, out_plans, same_place)
         donated = self.binder.donated(traced.arguments)
-        warn_undonated(plans, donated, same_place)
-        check_means(traced.program, plans, strict=self.strict)
-        staging = planner.staging(traced, plans, out_plans, self.pipeline)
+        staging = planner.staging(traced, plans, out_plans, pipeline)
         staged = any(plan.layer is not None for plan in plans)  # if so, outputs lie where they come out
         out_homes = ["any" if staged or plan.home is None else plan.home for plan in out_plans]
         lowered = lower_program(
@@ -251,11 +262,12 @@ class Jitted:
             planner.constraint,
             staging,
             out_homes,
+            budgeted=self.memory_budget is not None,
+            chosen=chosen,
         )
         if self.strict:
             check_strict(lowered)
         schedule = run_passes(lowered.schedule, off=self.passes_off, memory_budget=self.memory_budget)
-        schedule.verify(memory_budget=self.memory_budget)
         return Lowered(self, traced, plans, out_plans, lowered, schedule, donated, staging)
 
 
@@ -294,10 +306,13 @@ def jit(
       in_shardings, out_shardings: tree prefixes of P or NamedSharding, one per argument; they beat the rules.
       donate_argnums: arguments whose memory the outputs may take over; reading a donated array raises.
       static_argnums, static_argnames: hashable arguments that are part of the program.
-      memory_budget: bytes per rank that the schedule's named buffers may take.
+      memory_budget: bytes per rank that the schedule's named buffers may take. What would be gathered again (parameters
+        under ZeRO-3, say) is kept instead as far as it leaves room, and parameters are gathered ahead of their use;
+        pipeline="auto" takes the fastest order that fits. If nothing fits, the error names the least that would do.
+        If None, parameters are gathered one unit ahead, and nothing is kept.
       pipeline: the order in which the stages of a pipeline run micro-batches, where rules put the layers of a list on
         a mesh axis: "1f1b" (if None), "gpipe", "interleaved" or "interleaved:3" (chunks a rank), "zb_h1", "zb_v",
-        "auto" (the fastest for what the stages cost), or one registered with `register_order`.
+        "auto" (the fastest for what the stages cost, within `memory_budget`), or one registered with `register_order`.
       strict: an error for every reshard that communicates and was not asked for, and for a plain result that the mean
         over micro-batches does not give (else a warning); plain arguments are compared across ranks at every step.
       compile: "eager" or "inductor": how the segments of local compute run.

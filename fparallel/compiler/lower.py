@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fparallel.compiler.block_calls import gradient_hints
 from fparallel.compiler.build import build
+from fparallel.compiler.choice import Candidate
 from fparallel.compiler.context import Context, Decision, Roles
 from fparallel.compiler.early import early_collectives
 from fparallel.compiler.free_values import FreeChoice
@@ -41,13 +42,20 @@ from fparallel.staging import Staging
 
 @dataclass
 class LoweredProgram:
-    """A schedule (before its passes), its constants, where each output lies, and what the compiler decided."""
+    """A schedule (before its passes), its constants, where each output lies, and what the compiler decided.
+
+    Attributes:
+      order: how the tasks of a pipeline's loop are ordered; "" without one.
+      candidates: the orders that pipeline="auto" chose from, the fastest first.
+    """
 
     schedule: Schedule
     constants: dict[str, torch.Tensor]
     out_layouts: list[Layout]
     out_homes: list[int | None]
     decisions: list[Decision]
+    order: str = ""
+    candidates: list[Candidate] = field(default_factory=list)
 
 
 def lower_program(
@@ -61,6 +69,9 @@ def lower_program(
     constrain: Callable[[Any, tuple[int, ...]], Layout],
     staging: Staging | None = None,
     out_homes: Sequence[int | str | None] = (),
+    *,
+    budgeted: bool = False,
+    chosen: Candidate | None = None,
 ) -> LoweredProgram:
     """Lowers a program whose inputs lie as planned.
 
@@ -73,6 +84,8 @@ def lower_program(
       staging: how the program is cut into the stages of a pipeline. The `home` of each of `inputs` is settled here.
       out_homes: per output the pipeline rank that it goes to, None for all, "any" where it comes out. What
         replaces an argument goes where that lies.
+      budgeted: whether pipeline="auto" chooses among orders that hold less too.
+      chosen: what pipeline="auto" stands for, where that is known.
     """
     fuse_maps(program)
     graph = program.graph
@@ -86,7 +99,13 @@ def lower_program(
     pipeline = None
     if staging is not None:
         pipeline = Pipeline(
-            mesh.axis(staging.axis), staging.order, {}, staging.lengths(inputs), staging.given
+            mesh.axis(staging.axis),
+            staging.order if chosen is None else chosen.order,
+            {},
+            staging.lengths(inputs),
+            staging.given,
+            budgeted=budgeted,
+            chosen=chosen,
         )
     context = Context(mesh, atoms, program, lambda spec, shape: atomic(constrain(spec, shape)), pipeline)
     roles = Roles()
@@ -137,9 +156,13 @@ def lower_program(
         place = _projection(pipeline, mesh, inputs, arguments, results, same_place, out_homes, homes)
         context.decisions += map(_of_free_value, pipeline.free_choices)
     built = build(context, items, arguments, results, donated, same_place, place)
-    return LoweredProgram(
+    lowered = LoweredProgram(
         built.schedule, built.constants, [local.layout for local in results], homes, context.decisions
     )
+    if pipeline is not None and pipeline.cut is not None:
+        lowered.order = str(pipeline.chosen or pipeline.order)
+        lowered.candidates = pipeline.candidates
+    return lowered
 
 
 def _of_free_value(choice: FreeChoice) -> Decision:

@@ -11,15 +11,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fparallel.compiler.choice import Candidate, candidates
 from fparallel.compiler.free_values import FreeChoice, FreeValues
 from fparallel.compiler.levels import Levels, forward_items
 from fparallel.compiler.local import Call, Comm, Item, Local, Op
 from fparallel.compiler.memory import halve, split
 from fparallel.errors import ShardingError
 from fparallel.mesh import Axis
-from fparallel.schedule.auto import best_rows
 from fparallel.schedule.orders import balance, find_order, make_plan
-from fparallel.schedule.tasks import Plan, Rows, Task, needs, plan_times, times
+from fparallel.schedule.tasks import Plan
 
 
 @dataclass
@@ -35,8 +35,10 @@ class Pipeline:
       homes: the pipeline rank of a parameter outside of layers, by its Local: where it is read first.
       roots: of what is made of parameters alone, these parameters.
       plans: by number of a loop the plan of its tasks.
-      rows: the tasks that "auto" has found for the loop that decided on the stages.
       free_choices: what was decided on values that depend on the batch alone and that several ranks read.
+      budgeted: whether "auto" looks for orders that hold less too.
+      chosen: what "auto" stands for; None until the first loop decides.
+      candidates: what it was chosen from, the fastest first.
     """
 
     axis: Axis
@@ -49,8 +51,10 @@ class Pipeline:
     homes: dict[Local, int] = field(default_factory=dict)
     roots: dict[Local, frozenset[Local]] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
-    rows: Rows | None = None
     free_choices: list[FreeChoice] = field(default_factory=list)
+    budgeted: bool = False
+    chosen: Candidate | None = None
+    candidates: list[Candidate] = field(default_factory=list)
 
     @property
     def ranks(self) -> int:
@@ -87,9 +91,9 @@ class Pipeline:
     def choose(self, items: Sequence[Item], micros: int, where: str, param_of: Mapping[Local, Local]) -> None:
         """Turns the order "auto" into the fastest of all orders for what the tasks of this loop cost.
 
-        Those of one stage a rank keep no more micro-batches than 1f1b does on its first rank.
+        Nothing changes where an order was chosen before.
         """
-        if self.order != "auto" or self.cut is not None:
+        if self.order != "auto" or self.cut is not None or self.chosen is not None:
             return
         self.learn(items)
         levels = Levels(self, items, where, param_of).run()
@@ -106,21 +110,10 @@ class Pipeline:
             )
             costs["F" if id(item) in forward else "B"][level] += self.flops(item) - late
             costs["W"][level] += late
-        found: list[tuple[float, str, Rows | None]] = []
-        for name in ("1f1b", "interleaved", "zb_h1", "zb_v"):
-            order, chunks = find_order(name, self.ranks)
-            if num < self.ranks * chunks:
-                continue
-            cut = balance([sum(costs[kind][i] for kind in "FBW") for i in range(num)], self.ranks * chunks)
-            cost = _TaskCosts(costs, cut, order.splits)
-            plan = make_plan(name, self.ranks, micros)
-            found.append((max(end for _, end in plan_times(plan, cost).values()), name, None))
-            if name == "zb_h1":
-                rows = best_rows(self.ranks, micros, cost, in_flight=[self.ranks] * self.ranks)
-                end = max(stop for _, stop in times(rows, lambda t: needs(t, self.ranks), cost)[0].values())
-                found.append((end, "auto", rows))
-        if found:
-            _, self.order, self.rows = min(found, key=lambda one: one[0])
+        self.candidates = candidates(self.ranks, micros, costs, budgeted=self.budgeted)
+        if self.candidates:
+            self.chosen = self.candidates[0]
+            self.order = self.chosen.order
 
     def assign(
         self,
@@ -143,8 +136,9 @@ class Pipeline:
         found = Levels(self, items, where, param_of)
         levels = found.run()
         plan = make_plan(self.order, self.ranks, micros)
-        if self.rows is not None and sum(map(len, self.rows)) == sum(map(len, plan.rows)):
-            plan = dataclasses.replace(plan, rows=self.rows)
+        rows = self.chosen.rows if self.chosen is not None else None
+        if rows is not None and sum(map(len, rows)) == sum(map(len, plan.rows)):
+            plan = dataclasses.replace(plan, rows=rows)
         self.plans.append(plan)
         if not any(level is not None for level in levels):
             return levels
@@ -200,16 +194,3 @@ class Pipeline:
                 where=where,
             )
         return balance(costs, stages)
-
-
-class _TaskCosts:
-    """The flops of a task, from those of its levels; one more, so that none is free."""
-
-    def __init__(self, costs: dict[str, list[float]], cut: Sequence[int], splits: bool) -> None:
-        self.costs = {kind: [1.0] * (max(cut) + 1) for kind in "FBW"}
-        for kind, values in costs.items():
-            for stage, value in zip(cut, values, strict=True):
-                self.costs[kind if splits or kind == "F" else "B"][stage] += value
-
-    def __call__(self, task: Task) -> float:
-        return self.costs[task.kind][task.stage]

@@ -7,7 +7,8 @@ allocates for itself while it runs is not counted here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fparallel.schedule.ir import TIERS, Collective, Free, Instr, Program, Recv, Run, Schedule, overwritten
@@ -20,6 +21,7 @@ CAUSES = (
     "other arguments",
     "constants",
     "gathered parameters",
+    "kept parameters",
     "activations",
     "gradients",
     "communication",
@@ -61,6 +63,7 @@ class RankMemory:
       ranks: how many ranks run the same program; none of them has a higher peak.
       instruction: the number of the first instruction at the peak; None if it is at the start.
       by_cause: bytes per entry of `CAUSES` at that instruction.
+      kept: the most bytes of gathered parameters that wait for another use during any run, at the peak or elsewhere.
     """
 
     rank: int
@@ -71,6 +74,7 @@ class RankMemory:
     instruction: int | None
     text: str
     by_cause: dict[str, int]
+    kept: int
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,13 @@ class MemoryReport:
 
     def __str__(self) -> str:
         causes = [cause for cause in CAUSES if any(row.by_cause[cause] for row in self.rows)]
-        table = [["rank", "tier", "peak", *causes, "peak at"]]
+        kept = any(row.kept for row in self.rows)
+        table = [["rank", "tier", "peak", *causes, *["kept at most"] * kept, "peak at"]]
         for row in self.rows:
             at = " ".join(f"{axis}={c}" for axis, c in row.coords.items())
             others = f" and {row.ranks - 1} more" if row.ranks > 1 else ""
             where = "start" if row.instruction is None else f"{row.instruction:04d}  {row.text}"
-            parts = [bytes_text(row.by_cause[cause]) for cause in causes]
+            parts = [bytes_text(row.by_cause[cause]) for cause in causes] + [bytes_text(row.kept)] * kept
             table.append([f"{row.rank} ({at}){others}", row.tier, bytes_text(row.peak), *parts, where])
         wide = [max(map(len, column)) for column in zip(*table, strict=True)]
         last = len(wide) - 1
@@ -102,6 +107,28 @@ class MemoryReport:
             + "\n"
             for line in table
         )
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that any rank holds in a tier: the rank, and the number of the instruction (None: the start)."""
+
+    nbytes: int
+    rank: int
+    instruction: int | None
+
+
+def highest_peak(schedule: Schedule, tier: str = "device") -> Peak:
+    """The peak of the rank that holds most."""
+    peaks = []
+    for program in schedule.programs:
+        rank = schedule.first_rank(program)
+        coords = schedule.mesh.coords(rank)
+        start = sum(_in_tier(schedule, name, coords, tier) for name in program.arguments)
+        live = list(_live(schedule, program, coords, tier))
+        peak = max([start, *live])
+        peaks.append(Peak(peak, rank, None if peak == start else live.index(peak)))
+    return max(peaks, key=lambda peak: peak.nbytes)
 
 
 def memory(schedule: Schedule) -> MemoryReport:
@@ -132,10 +159,44 @@ def _row(schedule: Schedule, program: Program, rank: int, count: int, tier: str)
     for instr in program.instrs[: 0 if number is None else number + 1]:
         _advance(alive, instr)
     by_cause = dict.fromkeys(CAUSES, 0)
+    waiting = _waiting(program, causes)
     for name in alive:
-        by_cause[causes[name]] += _in_tier(schedule, name, coords, tier)
+        kept = number is not None and any(begin < number < end for begin, end in waiting.get(name, ()))
+        by_cause["kept parameters" if kept else causes[name]] += _in_tier(schedule, name, coords, tier)
+    sizes = {name: _in_tier(schedule, name, coords, tier) for name in waiting}
     text = "" if number is None else instr_text(program.instrs[number])
-    return RankMemory(rank, coords, count, tier, peak, number, text, by_cause)
+    return RankMemory(
+        rank, coords, count, tier, peak, number, text, by_cause, _most_kept(program, waiting, sizes)
+    )
+
+
+Spans = dict[str, list[tuple[int, int]]]
+
+
+def _waiting(program: Program, causes: Mapping[str, str]) -> Spans:
+    """The pairs of instructions between which a gathered parameter waits, from one that reads it to the next."""
+    last: dict[str, int] = {}
+    spans: Spans = {}
+    for number, instr in enumerate(program.instrs):
+        for name in instr.reads:
+            if causes[name] == "gathered parameters":
+                if name in last:
+                    spans.setdefault(name, []).append((last[name], number))
+                last[name] = number
+    return spans
+
+
+def _most_kept(program: Program, waiting: Spans, sizes: Mapping[str, int]) -> int:
+    """The most bytes that wait at any run."""
+    change = [0] * (len(program.instrs) + 1)
+    for name, spans in waiting.items():
+        for begin, end in spans:
+            change[begin + 1] += sizes[name]
+            change[end] -= sizes[name]
+    held = itertools.accumulate(change)
+    return max(
+        (n for n, instr in zip(held, program.instrs, strict=False) if isinstance(instr, Run)), default=0
+    )
 
 
 def _in_tier(schedule: Schedule, name: str, coords: dict[str, int], tier: str) -> int:
@@ -156,7 +217,7 @@ def _causes(schedule: Schedule, program: Program) -> Iterator[tuple[str, str]]:
 
     An argument is what its path says: `params`, `opt_state` or `batch`. A gradient has `grad` or `grads` in
     its path, or is what a collective makes of one. What is made of parameters alone, gathered or cast, is a
-    gathered parameter.
+    gathered parameter; where it waits between two uses, `_row` counts it as kept.
     """
     causes: dict[str, str] = {}
     for name in program.arguments:

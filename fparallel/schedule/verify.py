@@ -18,9 +18,11 @@ from fparallel.schedule.agreement import check_agreement
 from fparallel.schedule.deadlock import check_deadlock
 from fparallel.schedule.ir import Collective, Program, Recv, Schedule, Send
 from fparallel.schedule.liveness import check_program
-from fparallel.schedule.memory import live_bytes
+from fparallel.schedule.memory import highest_peak
 from fparallel.schedule.rendezvous import classes
 from fparallel.schedule.text import bytes_text, instr_text
+
+LESS_MEMORY = "shard more, recompute more, or run smaller micro-batches"
 
 
 def verify(schedule: Schedule, memory_budget: int | None = None) -> None:
@@ -39,13 +41,19 @@ def verify(schedule: Schedule, memory_budget: int | None = None) -> None:
     for program in schedule.programs:
         coords = schedule.mesh.coords(schedule.first_rank(program))
         check_program(schedule, program, functools.partial(_fail, schedule, program, coords))
-    fail = functools.partial(_fail_at, schedule)
+    fail = functools.partial(fail_at, schedule)
     ranks = classes(schedule, fail)
     check_agreement(schedule, ranks, fail)
     check_deadlock(ranks, fail)
-    if memory_budget is not None:
-        for program in schedule.programs:
-            _check_budget(schedule, program, memory_budget)
+    if memory_budget is not None and (peak := highest_peak(schedule)).nbytes > memory_budget:
+        fail_at(
+            schedule,
+            schedule.mesh.coords(peak.rank),
+            peak.instruction,
+            f"memory budget exceeded: the rank holds {bytes_text(peak.nbytes)} here, "
+            f"{peak.nbytes - memory_budget} bytes more than the {bytes_text(memory_budget)} allowed",
+            f"{LESS_MEMORY}; see lowered.memory()",
+        )
 
 
 def _fail(
@@ -61,9 +69,10 @@ def _fail(
     raise ScheduleError(f"{where}\n  {problem}", fix=fix, where=source)
 
 
-def _fail_at(
+def fail_at(
     schedule: Schedule, coords: dict[str, int], number: int | None, problem: str, fix: str
 ) -> NoReturn:
+    """Raises ScheduleError for an instruction of the rank at some coordinates."""
     program = Program((), (), (), frozenset(), ())
     if number is not None:
         program = schedule.program(schedule.mesh.rank(coords))
@@ -109,26 +118,3 @@ def _check_axes(schedule: Schedule) -> None:
                         f"wrong axes: the mesh {schedule.mesh} has no {axis} of {axis.total} ranks",
                         "use axes of the schedule's mesh",
                     )
-
-
-def _check_budget(schedule: Schedule, program: Program, budget: int) -> None:
-    rank = schedule.first_rank(program)
-    coords = schedule.mesh.coords(rank)
-    arguments = sum(
-        buffer.local_bytes(coords)
-        for buffer in map(schedule.buffers.__getitem__, program.arguments)
-        if buffer.memory == "device"
-    )
-    live = live_bytes(schedule, rank)
-    peak = max([arguments, *live])
-    if peak > budget:
-        number = live.index(peak) if peak in live else None
-        _fail(
-            schedule,
-            program,
-            coords,
-            number,
-            f"memory budget exceeded: the rank holds {bytes_text(peak)} here, "
-            f"{peak - budget} bytes more than the {bytes_text(budget)} allowed",
-            "shard more, recompute more, or run smaller micro-batches; see lowered.memory()",
-        )

@@ -76,17 +76,20 @@ def test_the_report_names_what_the_memory_is_for():
     mesh = Mesh((2,), ("dp",))
     types = {
         "state.params.w": ("argument", "[8@dp,4]"),
+        "state.params.v": ("argument", "[2@dp,4]"),
         "state.opt_state.mu.w": ("argument", "[8@dp,4]"),
         "batch.x": ("argument", "[2@dp,4]"),
         "state.step": ("argument", "[]"),
         "mask": ("constant", "[4]"),
         "params.w@full": ("temp", "[8,4]"),
         "params.w@half": ("temp", "[8,4]"),
+        "params.v@full": ("temp", "[2,4]"),
         "act": ("temp", "[2@dp,8]"),
         "act@all": ("temp", "[2,8]"),
         "grads.w": ("temp", "[8,4]{unreduced: dp:sum}"),
         "g@shard": ("temp", "[8@dp,4]"),
         "loss": ("result", "[]"),
+        "norm": ("result", "[]"),
         "new.w": ("result", "[8@dp,4]"),
     }
     buffers = {
@@ -94,9 +97,10 @@ def test_the_report_names_what_the_memory_is_for():
     }
     lines = """
         all_gather[dp] state.params.w -> params.w@full
-        wait params.w@full
+        all_gather[dp] state.params.v -> params.v@full
+        wait params.w@full, params.v@full
         run cast <cast> (params.w@full, mask) -> params.w@half
-        run F <f> (batch.x, params.w@half) -> act, loss
+        run F <f> (batch.x, params.w@half, params.v@full) -> act, loss
         all_gather[dp] act -> act@all
         wait act@all
         run B <b> (act, act@all, params.w@half) -> grads.w
@@ -104,6 +108,8 @@ def test_the_report_names_what_the_memory_is_for():
         wait g@shard
         run update <u> (state.params.w, state.opt_state.mu.w, g@shard) -> new.w<=state.params.w
         free params.w@full, params.w@half, act, act@all, grads.w, g@shard
+        run norm <n> (params.v@full) -> norm
+        free params.v@full
     """
     instrs = tuple(parse_instr(line, mesh) for line in lines.strip().split("\n"))
     segments = {}
@@ -114,18 +120,19 @@ def test_the_report_names_what_the_memory_is_for():
             )
             segments[instr.segment] = Segment(instr.segment, ins, outs, (), (), 0, "0" * 12)
     arguments = tuple(name for name, (kind, _) in types.items() if kind in ("argument", "constant"))
-    results = ("loss", "new.w")
+    results = ("loss", "norm", "new.w")
     program = Program((), arguments, results, frozenset({"state.params.w"}), instrs)
     schedule = Schedule(mesh, buffers, segments, (program,))
     schedule.verify()
     (row,) = memory(schedule).rows
     assert row.by_cause == {
-        "parameters": 64,  # and the storage that new.w takes over
+        "parameters": 80,  # and the storage that new.w takes over
         "optimizer state": 64,
         "batch": 16,
         "other arguments": 4,
         "constants": 16,
         "gathered parameters": 256,
+        "kept parameters": 32,  # v, between F and norm
         "activations": 32,
         "gradients": 192,
         "communication": 64,
@@ -133,9 +140,10 @@ def test_the_report_names_what_the_memory_is_for():
     }
     assert row.peak == sum(row.by_cause.values())
     head, line = (re.split(r"\s{2,}", text) for text in str(memory(schedule)).splitlines())
-    assert head == ["rank", "tier", "peak", *CAUSES, "peak at"]
-    assert line[:5] == ["0 (dp=0) and 1 more", "device", "712 B", "64 B", "64 B"]
-    assert line[-3:] == ["0007", "reduce_scatter[dp sum]", "grads.w -> g@shard"]
+    assert head == ["rank", "tier", "peak", *CAUSES, "kept at most", "peak at"]
+    assert line[:5] == ["0 (dp=0) and 1 more", "device", "760 B", "80 B", "64 B"]
+    assert line[-4] == "32 B"  # v while B and update run
+    assert line[-3:] == ["0008", "reduce_scatter[dp sum]", "grads.w -> g@shard"]
 
 
 @given(any_schedules(), st.data())

@@ -115,6 +115,38 @@ class _Pending:
         return names
 
 
+def live_device_bytes(schedule: Schedule, program: Program, instrs: Sequence[Instr]) -> list[int]:
+    """Device bytes on the fullest rank: at the start, then at every instruction (for a free, after it)."""
+    live = [sum(device_bytes(schedule, name) for name in program.arguments)]
+    for instr in instrs:
+        gone = instr.bufs if isinstance(instr, Free) else overwritten(instr)
+        change = sum(device_bytes(schedule, name) for name in instr.writes)
+        live.append(live[-1] + change - sum(device_bytes(schedule, name) for name in gone))
+    return live
+
+
+def device_bytes(schedule: Schedule, name: str) -> int:
+    """Bytes of device memory on the fullest rank."""
+    buffer = schedule.buffers[name]
+    return buffer.nbytes if buffer.memory == "device" else 0
+
+
+def drop_unused(schedule: Schedule, before: Schedule) -> Schedule:
+    """Without the buffers that were used before, and are no more."""
+
+    def used(some: Schedule) -> set[str]:
+        names: set[str] = set()
+        for program in some.programs:
+            names.update(program.arguments, program.results)
+            for instr in program.instrs:
+                names.update(instr.bufs if isinstance(instr, (Free, Wait)) else (*instr.reads, *instr.writes))
+        return names
+
+    gone = used(before) - used(schedule)
+    buffers = {name: buffer for name, buffer in schedule.buffers.items() if name not in gone}
+    return dataclasses.replace(schedule, buffers=buffers)
+
+
 def dying(program: Program, instrs: Sequence[Instr]) -> list[str]:
     """What a program of these instructions must free: temps and donated arguments, but for results and what is
     overwritten.

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fparallel.schedule.ir import Collective, Free, Instr, Program, Run, Schedule, overwritten
-from fparallel.schedule.passes.placement import apply_moves
+from fparallel.schedule.ir import Collective, Instr, Program, Run, Schedule
+from fparallel.schedule.passes.placement import apply_moves, device_bytes, live_device_bytes
 
 
 def prefetch(
@@ -75,7 +75,7 @@ def gather_ahead(
     bound = math.inf if ahead_bytes is None else ahead_bytes
     budget = math.inf if memory_budget is None else memory_budget
     gathers = _gathers(schedule, program, instrs)
-    live = _live(schedule, program, instrs) if budget < math.inf else [0.0] * (len(instrs) + 1)
+    live = live_device_bytes(schedule, program, instrs) if budget < math.inf else [0] * (len(instrs) + 1)
     ahead = [0.0] * (len(instrs) + 1)
     for gather in gathers:
         for i in range(gather.at, gather.use):
@@ -113,24 +113,9 @@ def _gathers(schedule: Schedule, program: Program, instrs: Sequence[Instr]) -> l
             continue
         uses = [first_use[name] for name in instr.outs if name in first_use]
         if uses and arguments.issuperset(instr.ins):
-            gathers.append(_Gather(i, min(uses), sum(_device_bytes(schedule, name) for name in instr.outs)))
+            gathers.append(_Gather(i, min(uses), sum(device_bytes(schedule, name) for name in instr.outs)))
     return sorted(gathers, key=lambda gather: (gather.use, gather.at))
 
 
 def _run_before(instrs: Sequence[Instr], at: int) -> int:
     return next((i for i in range(at - 1, -1, -1) if isinstance(instrs[i], Run)), at)
-
-
-def _live(schedule: Schedule, program: Program, instrs: Sequence[Instr]) -> list[float]:
-    """Device bytes on the fullest rank: at the start, then at every instruction (for a free, after it)."""
-    live = [float(sum(_device_bytes(schedule, name) for name in program.arguments))]
-    for instr in instrs:
-        gone = instr.bufs if isinstance(instr, Free) else overwritten(instr)
-        change = sum(_device_bytes(schedule, name) for name in instr.writes)
-        live.append(live[-1] + change - sum(_device_bytes(schedule, name) for name in gone))
-    return live
-
-
-def _device_bytes(schedule: Schedule, name: str) -> int:
-    buffer = schedule.buffers[name]
-    return buffer.nbytes if buffer.memory == "device" else 0
