@@ -10,7 +10,7 @@ from fparallel.errors import FparallelError, ScheduleError, ShardingError
 from fparallel.runtime.executor import Executor
 from fparallel.runtime.transport.simulated import SimulatedTransport
 from fparallel.schedule import memory
-from fparallel.schedule.ir import Collective, Send
+from fparallel.schedule.ir import Collective, Run, Send
 from fparallel.schedule.orders import ORDERS
 from tests.pipeline_models import (
     DIM,
@@ -60,6 +60,14 @@ def sends(low):
                 shapes = [tuple(low.schedule.buffers[name].layout.shape) for name in instr.ins]
                 found.append((source, instr.peer, shapes))
     return found
+
+
+def blocks_loss(params, batch):
+    x = batch["x"] @ params["inp"]
+    for p in params["blocks"]:
+        x = fp.block(mlp_block)(p, x)
+    error = (x @ params["out"] - batch["y"]).square().sum(1)
+    return fp.Mean((error * batch["mask"]).sum(), batch["mask"].sum())
 
 
 def tied_batch(rows):
@@ -166,6 +174,40 @@ class TestSchedules:
         assert not any(name.endswith("inp") for name in held[1])
         assert any(name.endswith("out") for name in held[1])
         assert not any(name.endswith("out") for name in held[0])
+
+    @pytest.mark.parametrize("order", ["gpipe", "1f1b", "interleaved"])
+    def test_the_gradient_for_the_stage_before_leaves_ahead_of_the_weight_gradients(self, order):
+        low = check_step(sgd_step(blocks_loss, 4), mlp_params(4), mlp_batch(8), order=order)
+        for program in low.schedule.programs:
+            rank, left = dict(program.role)["pp"], 0
+            for i, instr in enumerate(program.instrs):
+                if isinstance(instr, Send) and ", B stage" in instr.cause:
+                    after = [later.label for later in program.instrs[i + 1 :] if isinstance(later, Run)]
+                    assert after[0].startswith("W mlp_block"), after
+                    left += 1
+            assert left == (4 if order != "interleaved" else 4 * (1 + rank)) * (
+                rank > 0 or order == "interleaved"
+            )
+
+    @pytest.mark.parametrize("order", ["1f1b", "zb_h1"])
+    def test_a_block_keeps_what_one_pass_over_memory_cannot_make_again(self, order):
+        def block(p, x):
+            h = torch.nn.functional.layer_norm(x, (DIM,), p["b"]) @ p["w"]
+            return x + torch.nn.functional.gelu(h) @ p["w"]
+
+        def loss(params, batch):
+            x = batch["x"]
+            for p in params["blocks"]:
+                x = fp.block(block)(p, x)
+            return x.square().mean()
+
+        params = {"blocks": mlp_params(4)["blocks"]}
+        low = check_step(sgd_step(loss, 2), params, {"x": matrix(3, 4, DIM)}, order=order)
+        forward = next(s for name, s in low.schedule.segments.items() if name.startswith("F.block"))
+        kept = [
+            layout.shape for _, layout in forward.outputs if len(layout.shape) == 2 and layout.shape[1] == DIM
+        ]
+        assert len(kept) == 2  # the input of gelu and the output: neither gelu's output nor the norm's
 
 
 class TestPrograms:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 import fparallel as fp
 from fparallel.cli import launch
+from fparallel.cli.op_factors import op_factors
 from fparallel.errors import ClusterError
 from fparallel.factors import Factor
 from fparallel.layout import Layout
@@ -41,14 +43,15 @@ from fparallel.schedule import (
 from fparallel.schedule.simulate import seconds_text
 from fparallel.schedule.text import bytes_text
 
-__all__ = ["Calibrate", "calibrate", "measure_link"]
+__all__ = ["Calibrate", "calibrate", "measure_link", "measure_rank"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PRODUCTS = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}  # rows of square matrices
 _STREAM_BYTES = 1 << 27  # of each tensor of an addition: beyond any cache
 _SMALL, _LARGE = 1 << 10, (1 << 20, 1 << 22, 1 << 24)  # bytes that a rank sends
 _BUDGET = 0.3  # seconds for each thing measured
-_WORKER = "from fparallel.cli.main import guard; from fparallel.cli.calibrate import measure_link; guard(measure_link)"
+_ALL = 1 << 20  # ranks of a CPU host: as many as a mesh has
+_WORKER = "from fparallel.cli import calibrate, main; main.guard(calibrate.{})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ class Calibrate:
 
 
 def calibrate(options: Calibrate) -> None:
-    """Measures one rank alone, then the link between two ranks of this machine, and writes the file.
+    """Measures all ranks of this machine at once, then the link between two of them, and writes the file.
 
     Raises:
         ClusterError: the file cannot be written, or there is no such device.
@@ -86,7 +89,10 @@ def calibrate(options: Calibrate) -> None:
     cluster, notes = _measure(device)
     cluster.save(path)
     rates = ", ".join(f"{name} {rate / 1e9:,.1f}" for name, rate in cluster.flops.items())
-    print(f"{cluster.name}: {cluster.ranks_per_node} ranks")
+    print(
+        f"{cluster.name}: "
+        + (f"{cluster.cores} cores" if cluster.cores else f"{cluster.ranks_per_node} ranks")
+    )
     print(f"  10^9 operations/s of a rank  {rates}")
     print(f"  memory                       {bytes_text(cluster.bandwidth)}/s, {bytes_text(cluster.memory)}")
     for name in ("intra", "host"):
@@ -94,38 +100,92 @@ def calibrate(options: Calibrate) -> None:
         print(f"  {name + ' link':<27}  {seconds_text(link.latency)}, {bytes_text(link.bandwidth)}/s")
     print(f"  overhead                     {seconds_text(cluster.run_overhead)} a run, ", end="")
     print(f"{seconds_text(cluster.op_overhead)} an op")
+    slow = sorted(cluster.factors.items(), key=lambda item: -item[1])
+    print(
+        f"  times the roofline           {', '.join(f'{name} {factor:.1f}' for name, factor in slow[:4])}, ..."
+    )
     for note in notes:
         print(f"  {note}")
     print(f'wrote {path}; use schedule.simulate(fp.Cluster.load("{path}"))')
 
 
 def _measure(device: str) -> tuple[Cluster, list[str]]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks are started
-    try:
-        flops = {str(dtype).removeprefix("torch."): _product_rate(dtype, device) for dtype in _DTYPES}
-        bandwidth = _bandwidth(device)
-        run_overhead, op_overhead = _overheads(device)
-        host = _host_link() if device == "cuda" else Link(0.0, bandwidth)
-    finally:
-        torch.set_num_threads(threads)
     notes = ["the link between nodes is not measured: it is set to that inside a node"]
+    cores = None
     if device == "cpu":
-        num_ranks = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_ranks, per_node = cores, _ALL
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
         name = "this host"
     else:
-        num_ranks, memory = torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory
-        name = torch.cuda.get_device_name(0)
+        num_ranks = per_node = torch.cuda.device_count()
+        memory, name = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)
+    found = _ranks(device, num_ranks)
+    host = Link(**found.pop("host"))
     if device == "cuda" and num_ranks < 2:
         link = host
         notes.append("one GPU: the link between ranks is set to that to the host")
     else:
         link = _link(device)
     return Cluster(
-        name, flops, bandwidth, memory, num_ranks, link, link, host, run_overhead, op_overhead,
-        overlap=device != "cpu",
+        name, memory=memory, ranks_per_node=per_node, intra=link, inter=link, host=host,
+        overlap=device != "cpu", cores=cores, **found,
     ), notes  # fmt: skip
+
+
+def _ranks(device: str, num_ranks: int) -> dict[str, Any]:
+    """What a rank can do while all others of the node are as busy: medians over the ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = json.dumps([_BUDGET, _STREAM_BYTES])
+        code = launch.launch([device, folder, settings], num_ranks, worker=_WORKER.format("measure_rank"))
+        found = [json.loads(path.read_text()) for path in Path(folder).glob("rank*.json")]
+    if code or len(found) != num_ranks:
+        raise ClusterError(f"the ranks that measure ended with exit code {code}", fix="start it again")
+    return _median(found)
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """The medians of numbers in equal trees of dicts."""
+    if isinstance(values[0], dict):
+        return {key: _median([value[key] for value in values]) for key in values[0]}
+    return statistics.median(values)
+
+
+def measure_rank() -> int:
+    """A rank of the measurement of compute; writes what it found to the folder named on the command line."""
+    global _BUDGET, _STREAM_BYTES
+    launch.die_with_parent()
+    device, folder, settings = sys.argv[1:]
+    _BUDGET, _STREAM_BYTES = json.loads(settings)
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")  # for barriers: all measure the same at the same time
+
+    def together(measure: Callable[..., Any], *args: Any) -> Any:
+        torch.distributed.barrier()
+        return measure(*args)
+
+    flops = {str(dtype).removeprefix("torch."): together(_product_rate, dtype, device) for dtype in _DTYPES}
+    bandwidth = together(_bandwidth, device)
+    run_overhead, op_overhead = together(_overheads, device)
+    host = together(_host_link) if device == "cuda" else Link(0.0, bandwidth)
+    cluster = Cluster("", flops, bandwidth, 1, num_ranks, host, host, host, run_overhead, op_overhead)
+    factors = together(op_factors, cluster, device)
+    found = {
+        "flops": flops,
+        "bandwidth": bandwidth,
+        "run_overhead": run_overhead,
+        "op_overhead": op_overhead,
+        "host": dataclasses.asdict(host),
+        "factors": factors,
+    }
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return 0
 
 
 def _best(work: Callable[[], object], device: str) -> float:
@@ -206,7 +266,7 @@ def _link(device: str) -> Link:
     """Measured by two local ranks, as `fparallel train` would start them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "link.json"
-        code = launch.launch([device, str(path)], 2, worker=_WORKER)
+        code = launch.launch([device, str(path)], 2, worker=_WORKER.format("measure_link"))
         if code or not path.exists():
             raise ClusterError(
                 f"the two ranks that measure the link ended with exit code {code}", fix="start it again"

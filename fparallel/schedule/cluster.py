@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,6 +55,9 @@ class Cluster:
       op_overhead: seconds that every op adds that is not a view: dispatch, the gap between two kernels.
       overlap: whether communication goes on beside compute. False for a host with as many ranks as cores: the exchange
         takes the processor itself.
+      cores: of a node, which its ranks share; None where every rank has a device of its own.
+      factors: by name of an op ("aten.gelu.default"; "map" for elementwise maps over leaves, as optimizers are), how
+        many times longer than its roofline it takes; 1 for all others.
     """
 
     name: str
@@ -68,6 +71,8 @@ class Cluster:
     run_overhead: float = 0.0
     op_overhead: float = 0.0
     overlap: bool = True
+    cores: int | None = None
+    factors: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         positive = {f"flops[{name!r}]": rate for name, rate in self.flops.items()}
@@ -76,7 +81,9 @@ class Cluster:
             "memory": self.memory,
             "ranks_per_node": self.ranks_per_node,
         }
+        positive |= {"cores": self.cores} if self.cores is not None else {}
         least_zero = {"run_overhead": self.run_overhead, "op_overhead": self.op_overhead}
+        least_zero |= {f"factors[{name!r}]": factor for name, factor in self.factors.items()}
         for name in ("intra", "inter", "host"):
             positive[f"{name}.bandwidth"] = getattr(self, name).bandwidth
             least_zero[f"{name}.latency"] = getattr(self, name).latency

@@ -8,27 +8,33 @@ import torch
 
 from fparallel.schedule.cluster import Cluster
 from fparallel.schedule.ir import Collective, Run, Schedule, Send
-from fparallel.schedule.segment import Segment
+from fparallel.schedule.segment import Segment, Work
 
 
 def segment_seconds(segment: Segment, cluster: Cluster) -> float:
-    """The roofline of a segment's ops one after the other: each max(flops / rate, bytes / bandwidth).
+    """The roofline of a segment's ops one after the other: each max(flops / rate, bytes / bandwidth) times its factor.
 
     (Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", CACM 2009.) Where the ops are
     not known, as in a schedule read from text, the segment is one op that reads its inputs and writes its outputs.
     """
-    works = [op.work for op in segment.ops if op.work is not None]
-    if not works:
+    ops = [(op.work, factor_name(op.target)) for op in segment.ops if op.work is not None]
+    if not ops:
         values = [*segment.inputs, *segment.outputs]
         nbytes = sum(layout.max_local_numel * dtype.itemsize for dtype, layout in values)
-        return _roofline(segment.flops, nbytes, _compute_dtype(segment), cluster) + cluster.op_overhead
-    return (
-        sum(_roofline(w.flops, w.nbytes, w.dtype, cluster) for w in works) + len(works) * cluster.op_overhead
-    )
+        work = Work(segment.flops, nbytes, _compute_dtype(segment))
+        return roofline(work, cluster) + cluster.op_overhead
+    seconds = sum(roofline(work, cluster) * cluster.factors.get(name, 1.0) for work, name in ops)
+    return seconds + len(ops) * cluster.op_overhead
 
 
-def _roofline(flops: int, nbytes: int, dtype: torch.dtype, cluster: Cluster) -> float:
-    return max(flops / cluster.rate(dtype), nbytes / cluster.bandwidth)
+def roofline(work: Work, cluster: Cluster) -> float:
+    """Seconds that an op takes at least."""
+    return max(work.flops / cluster.rate(work.dtype), work.nbytes / cluster.bandwidth)
+
+
+def factor_name(target: str) -> str:
+    """The key of an op in `Cluster.factors`: "aten.gelu.default"; "map" for elementwise maps over leaves."""
+    return "map" if target.startswith("map.") else target
 
 
 def _compute_dtype(segment: Segment) -> torch.dtype:

@@ -9,6 +9,8 @@ the cost does not grow with the axes over which all ranks run one program.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -137,7 +139,7 @@ def simulate(schedule: Schedule, cluster: Cluster) -> Simulation:
     """Predicts a step of a verified schedule.
 
     Without `cluster.overlap` a step between ranks takes its time from the compute stream of its members, at the latest
-    at the wait for it.
+    at the wait for it. Where ranks share `cluster.cores`, everything takes as much longer as they are too few for.
 
     Raises:
       ScheduleError: it cannot end, because a step between ranks never happens.
@@ -145,11 +147,13 @@ def simulate(schedule: Schedule, cluster: Cluster) -> Simulation:
     engine = _Engine(schedule, cluster)
     engine.go()
     time = max((line.end for line in engine.lines), default=0.0)
+    stretch = _stretch(engine, time)
+    time *= stretch
     tiers = [t for t in TIERS if t == "device" or any(b.memory == t for b in schedule.buffers.values())]
     roles = []
     for line in engine.lines:
         rank = line.number
-        idle = line.bubble + (time - line.clock)
+        idle = line.bubble * stretch + (time - line.clock * stretch)
         coords = " ".join(f"{axis}={line.rank.coords[axis]}" for axis in schedule.role_axes)
         peak = {tier: _peak(schedule, line.rank, rank, tier) for tier in tiers}
         roles.append(
@@ -157,14 +161,26 @@ def simulate(schedule: Schedule, cluster: Cluster) -> Simulation:
                 rank=rank,
                 text=coords,
                 ranks=schedule.mesh.size // len(engine.lines),
-                compute=line.compute,
-                exposed=line.exposed,
+                compute=line.compute * stretch,
+                exposed=line.exposed * stretch,
                 bubble=idle / time if time else 0.0,
                 peak=peak,
             )
         )
     events = sorted(engine.events, key=lambda event: (event.start, event.rank, event.number))
+    if stretch > 1:
+        events = [dataclasses.replace(e, start=e.start * stretch, end=e.end * stretch) for e in events]
     return Simulation(cluster, time, tuple(events), tuple(roles))
+
+
+def _stretch(engine: _Engine, time: float) -> float:
+    """How much longer a step takes because ranks share cores: these cannot do more than one second each a second."""
+    cluster, mesh = engine.cluster, engine.schedule.mesh
+    if cluster.cores is None or not time:
+        return 1.0
+    nodes = math.ceil(mesh.size / cluster.ranks_per_node)
+    busy = sum(line.compute + line.exchange for line in engine.lines) * (mesh.size / len(engine.lines))
+    return max(1.0, busy / (nodes * cluster.cores) / time)
 
 
 def _peak(schedule: Schedule, rank: Rank, number: int, tier: str) -> int:
@@ -195,6 +211,7 @@ class _Line:
       free: when the last step of a queue ended.
       pending: by name what a wait for it waits for.
       owed: what communication still takes from the compute stream.
+      exchange: what it takes from it in all.
     """
 
     rank: Rank
@@ -210,6 +227,7 @@ class _Line:
     pending: dict[str, list[int]] = field(default_factory=dict)
     steps: dict[int, _Step] = field(default_factory=dict)
     owed: dict[int, float] = field(default_factory=dict)
+    exchange: float = 0.0
 
     def wait(self, awaited: list[int]) -> None:
         """Goes on when these steps are done.
@@ -339,6 +357,7 @@ class _Engine:
         line.end = max(line.end, end)
         if not self.cluster.overlap:
             line.owed[number] = seconds
+            line.exchange += seconds
         self.events.append(Event(line.number, number, instr.stream, start, end))
 
     def _check_ended(self) -> None:

@@ -40,6 +40,29 @@ SLOW = Cluster(
 FREE = Cluster("free", {"float32": 1.0}, INF, 1, 1 << 30, Link(0.0, INF), Link(0.0, INF), Link(0.0, INF))
 
 
+def test_ranks_that_share_cores_take_longer_by_as_much_as_the_cores_are_too_few():
+    schedule, _, _ = matmul_over("dp", 4)
+    host = dataclasses.replace(SLOW, overlap=False)
+    alone, shared = schedule.simulate(host), schedule.simulate(dataclasses.replace(host, cores=2))
+    busy = 4 * (alone.roles[0].compute + sum(e.end - e.start for e in alone.events if e.stream != "compute"))
+    assert shared.time == pytest.approx(busy / 2) and shared.time > alone.time
+    ratio = shared.time / alone.time
+    assert [e.end for e in shared.events] == pytest.approx([e.end * ratio for e in alone.events])
+    role = shared.roles[0]
+    assert role.compute + role.exposed + role.bubble * shared.time == pytest.approx(shared.time)
+    enough = schedule.simulate(dataclasses.replace(host, cores=4))
+    assert enough.time == alone.time
+
+
+def test_an_op_takes_its_factor_times_its_roofline():
+    step = fp.jit(lambda x: torch.tanh(x @ x) + 1, mesh=fp.make_mesh((1,), ("dp",), kind="abstract"))
+    (segment,) = step.lower(torch.ones(8, 8)).schedule.segments.values()
+    product, pass_over = 2 * 8**3 / 100, 2 * 4 * 64 / 1000
+    assert segment_seconds(segment, SLOW) == pytest.approx(product + 2 * pass_over + 3 * 0.25)
+    slow = dataclasses.replace(SLOW, factors={"aten.tanh.default": 5.0, "aten.mm.default": 0.5})
+    assert segment_seconds(segment, slow) == pytest.approx(product / 2 + 6 * pass_over + 3 * 0.25)
+
+
 def test_runs_and_collectives_by_hand():
     schedule, _, _ = matmul_over("dp", 2)
     found = schedule.simulate(SLOW)
