@@ -28,8 +28,8 @@ _RANK = {"dp": 0}
 def op_factors(cluster: Cluster, device: str) -> dict[str, float]:
     """By name of an op: the time that it takes, without `op_overhead`, over that of its roofline on `cluster`.
 
-    All calls of an op count together, in a training step of a GPT and of a Llama with micro-batches, of a size at which
-    ops take far longer than their overhead.
+    All calls of an op in a training step of a GPT and of a Llama with micro-batches count together, but those whose
+    roofline is below the overhead of an op.
     """
     measured: dict[str, float] = collections.defaultdict(float)
     expected: dict[str, float] = collections.defaultdict(float)
@@ -38,8 +38,10 @@ def op_factors(cluster: Cluster, device: str) -> dict[str, float]:
             for op, seconds in _times(segment, segments, device):
                 assert op.work is not None
                 name = factor_name(op.target)
-                measured[name] += max(0.0, seconds - cluster.op_overhead)
-                expected[name] += roofline(op.work, cluster)
+                least = roofline(op.work, cluster)
+                if least > cluster.op_overhead:
+                    measured[name] += max(0.0, seconds - cluster.op_overhead)
+                    expected[name] += least
     return {name: measured[name] / expected[name] for name in sorted(measured) if expected[name] > 0}
 
 

@@ -68,8 +68,7 @@ def block_template(
 ) -> Template:
     """The joint local program of a block for given input layouts, made once."""
     context = outer.context
-    lean = outer.in_loop and context.pipeline is not None
-    key = (index, tuple(layouts), tuple(flags), lean)
+    key = (index, tuple(layouts), tuple(flags))
     if key in context.templates:
         return context.templates[key]
     p = outer.fresh()
@@ -110,7 +109,7 @@ def block_template(
             layout = layouts[i]
         grads.append(p.get(value, layout, cause=f"cotangent of an input of {block.name}", phase="B"))
     items = drop_dead(p.items, outputs + grads)
-    template = Template(block.name, index, items, inputs, tangents, outputs, grads, block.grad_inputs, lean)
+    template = Template(block.name, index, items, inputs, tangents, outputs, grads, block.grad_inputs)
     context.templates[key] = template
     return template
 

@@ -36,11 +36,7 @@ class Decision:
 
 @dataclass
 class Template:
-    """A block partitioned once for given input layouts: its joint local program.
-
-    Attributes:
-      lean: whether it keeps less for its backward and computes more; see `memory.py`.
-    """
+    """A block partitioned once for given input layouts: its joint local program."""
 
     name: str
     index: int
@@ -50,7 +46,6 @@ class Template:
     outputs: list[Local]
     grads: list[Local]
     grad_inputs: tuple[int, ...]
-    lean: bool = False
     calls: int = 0
     parts: Split | None = None
     halves: Halves | None = None

@@ -4,19 +4,14 @@ The joint local program of a block is split into a forward F and a backward B. B
 What depends on parameters and constants alone is made again in B, a view is taken again of what it views, and a
 gathered activation is gathered again from its shard, so that what is kept is always the shard. Views that together
 are a small part of their base are kept instead of the base. A norm, a sum or a product of what is kept anyway is made
-again, too: that is one pass over memory; so is any elementwise op of a block in a pipeline, where every micro-batch in
-flight has kept what it needs. Where a pipeline's order asks for it, the backward is cut
+again, too: that is one pass over memory. Where a pipeline's order asks for it, the backward is cut
 once more in the same way, into the gradients that earlier blocks wait for and those of the block's parameters.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-
-import torch
 
 from fparallel.compiler.context import Template
 from fparallel.compiler.local import Call, Comm, Item, Local, Op, drop_dead, map_locals
@@ -85,9 +80,7 @@ def split(template: Template) -> Split:
 
 
 def _split(template: Template) -> Split:
-    forward, backward, residuals, template.grads = divide(
-        template.items, template.outputs, template.grads, template.lean
-    )
+    forward, backward, residuals, template.grads = divide(template.items, template.outputs, template.grads)
     return Split(forward, backward, residuals)
 
 
@@ -102,7 +95,7 @@ def halve(template: Template) -> Halves:
         gives = [not of_param or g in made for g, of_param in zip(grads, pinned, strict=True)]
         first = [g for g, now in zip(grads, gives, strict=True) if now]
         second = [g for g, now in zip(grads, gives, strict=True) if not now]
-        one, two, carried, second = divide(backward, first, second, template.lean)
+        one, two, carried, second = divide(backward, first, second)
         left = iter(second)
         grads = [g if now else next(left) for g, now in zip(grads, gives, strict=True)]
         template.halves = Halves(one, two, carried, grads, gives)
@@ -110,12 +103,9 @@ def halve(template: Template) -> Halves:
 
 
 def divide(
-    items: Sequence[Item], outputs: Sequence[Local], results: Sequence[Local], lean: bool
+    items: Sequence[Item], outputs: Sequence[Local], results: Sequence[Local]
 ) -> tuple[list[Item], list[Item], list[Local], list[Local]]:
     """Cuts items into those on which `outputs` depend, and then those for `results`.
-
-    Args:
-      lean: every elementwise op is made again where what it reads is kept anyway.
 
     Returns:
       (first items, second items, what the second read of the first beside `outputs`, the results as the second make
@@ -129,7 +119,7 @@ def divide(
     again: dict[Local, Local] = {}
     backward: list[Item] = []
     read = [v for x in items if id(x) not in in_forward for v in x.inputs] + [*results]
-    again_in_second = _made_again(forward, read, lean)
+    again_in_second = _made_again(forward, read)
 
     def fetch(value: Local) -> Local:
         """The value as the second part sees it: a residual, an input, or made again."""
@@ -168,11 +158,11 @@ def divide(
     return forward, backward, [value for value in residuals if value in used], made
 
 
-def _made_again(items: Sequence[Item], read: Iterable[Local], lean: bool) -> set[int]:
+def _made_again(items: Sequence[Item], read: Iterable[Local]) -> set[int]:
     """The ids of the ops to run again where the values `read` are read.
 
     Views that need (most of) their base: q, k, v = unbind(x) keeps x if all of q, k and v are read, and q alone if only
-    that is. `CHEAP` ops, if `lean` all elementwise ones, whose operands are there anyway.
+    that is. `CHEAP` ops whose operands are there anyway.
     """
     wanted = set(read)
     found: set[int] = set()
@@ -182,20 +172,12 @@ def _made_again(items: Sequence[Item], read: Iterable[Local], lean: bool) -> set
             if outs and 2 * sum(out.nbytes for out in outs if out is not None) >= item.inputs[0].nbytes:
                 found.add(id(item))
                 wanted.update(item.inputs)
-        elif isinstance(item, Op) and (item.target in CHEAP or (lean and _is_elementwise(item.target))):
+        elif isinstance(item, Op) and item.target in CHEAP:
             if item.outs[0] in wanted and all(v in wanted or v.static for v in item.inputs):
                 found.add(id(item))
         elif outs and isinstance(item, Comm) and item.kind == "all_gather":
             wanted.update(item.inputs)
     return found
-
-
-@functools.cache
-def _is_elementwise(target: str) -> bool:
-    namespace, _, name = target.partition(".")
-    op = operator.attrgetter(name)(torch.ops.aten) if namespace == "aten" else None
-    tags = op.tags if isinstance(op, torch._ops.OpOverload) else ()
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _copy(item: Op | Comm, fetch: Callable[[Local], Local]) -> Op | Comm:
