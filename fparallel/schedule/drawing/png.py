@@ -33,7 +33,9 @@ def png(chart: Chart) -> bytes:
     wide = _width(chart)
     tall = sum(_height(lane) for lane in chart.lanes)
     memory = MEMORY * len(chart.lanes)
-    left, right, top, between, bottom = 1.7, 0.9, 0.65, 0.45, 0.45
+    right, top, between, bottom = 0.9, 0.65, 0.45, 0.45
+    letters = max((len(line) for lane in chart.lanes for line in lane.title.splitlines()), default=0)
+    left = max(1.7, 0.3 + letters * 0.6 * FONT / 72)  # a letter is about 0.6 of its height wide
     width, height = left + wide + right, top + tall + between + memory + bottom
     with matplotlib.rc_context({"hatch.linewidth": 0.5, "font.size": FONT}):
         figure = Figure(figsize=(width, height), dpi=DPI)

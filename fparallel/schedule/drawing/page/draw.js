@@ -2,10 +2,11 @@
 
 const data = JSON.parse(document.getElementById("schedule").textContent);
 const slots = data.unit === "slots";
-const LEFT = 190, RIGHT = 16, AXIS = 24; // pixels: names, margin, numbers of the time axis
+const RIGHT = 16, AXIS = 24; // pixels: margin, numbers of the time axis
 const NAMES = 16, COMPUTE = 26, FOOT = 6, COMM = 15, GAP = 10, BAND = 46; // pixels: heights
 const TICK = 3; // pixels that a step of no length is wide
 const LETTERS = 6.6; // pixels of a letter at 11px
+const LEFT = Math.max(190, 16 + LETTERS * Math.max(0, ...data.lanes.map((lane) => lane.title.length))); // of names
 const END = data.end || 1;
 const find = (id) => document.getElementById(id);
 
