@@ -87,13 +87,14 @@ def sums_where_made(
 
 
 def _added(run: Run, segment: Segment) -> list[tuple[str, str, str]]:
-    """(the sum so far, the term, the new sum) of every sum to which a run adds a term that it is given."""
+    """(sum so far, term, new sum) of every sum to which a run adds a term that it is given; both are read once."""
     found = []
+    readers = _readers(segment.ops)
     for op in segment.ops:
-        if op.target != ADD or op.outs[0] not in segment.results:
+        if op.target != ADD or segment.results.count(op.outs[0]) != 1 or readers[op.outs[0]]:
             continue
         before, term = op.args[0].index, op.args[1].index
-        if max(before, term) < len(run.ins):
+        if max(before, term) < len(run.ins) and readers[before] == readers[term] == 1:
             found.append((run.ins[before], run.ins[term], run.outs[segment.results.index(op.outs[0])]))
     return found
 
@@ -168,7 +169,7 @@ def _folded(segment: Segment) -> Segment:
         if add.target != ADD or add.args[0].index >= len(dtypes):
             continue
         maker = {made: at for at, op in enumerate(ops) for made in op.outs if made is not None}
-        readers = Counter(ref.index for op in ops for ref in refs_of([*op.args, dict(op.kwargs)]))
+        readers = _readers(ops)
         chain, value = [], add.args[1].index
         while value in maker and readers[value] == 1 and value not in segment.results:
             chain.append(maker[value])
@@ -199,6 +200,11 @@ def _onto(add: LocalOp, maker: LocalOp, reshaped: bool, dtype: torch.dtype) -> L
             work = dataclasses.replace(maker.work, nbytes=3 * max(0, maker.work.nbytes - term))
             return LocalOp(ADD_ROWS, (total, grad, rows), add.outs, source=maker.source, work=work)
     return None
+
+
+def _readers(ops: Iterable[LocalOp]) -> Counter[int | None]:
+    """How often every value is read."""
+    return Counter(ref.index for op in ops for ref in refs_of([*op.args, dict(op.kwargs)]))
 
 
 def _ranges(places: Sequence[int], many: int) -> str:
