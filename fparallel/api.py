@@ -25,6 +25,7 @@ from fparallel.logical import LogicalSpec
 from fparallel.mesh import Mesh
 from fparallel.planning import Planner, check_means, check_strict, same_places, warn_undonated
 from fparallel.rules import LeafPlan, Rules
+from fparallel.schedule.cluster import Cluster
 from fparallel.schedule.ir import Schedule
 from fparallel.schedule.memory import MemoryReport, memory
 from fparallel.schedule.passes import run_passes
@@ -139,6 +140,7 @@ class Jitted:
     compile: str
     distributed: bool
     pipeline: str | None = None
+    cluster: Cluster | None = None
     passes_off: tuple[str, ...] = ()
     cache: dict[Any, Compiled] = field(default_factory=dict)
 
@@ -262,6 +264,7 @@ class Jitted:
             planner.constraint,
             staging,
             out_homes,
+            cluster=self.cluster,
             budgeted=self.memory_budget is not None,
             chosen=chosen,
         )
@@ -294,6 +297,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     memory_budget: int | None = None,
     pipeline: str | None = None,
+    cluster: Cluster | None = None,
     strict: bool = False,
     compile: str = "eager",
 ) -> Any:
@@ -313,6 +317,8 @@ def jit(
       pipeline: the order in which the stages of a pipeline run micro-batches, where rules put the layers of a list on
         a mesh axis: "1f1b" (if None), "gpipe", "interleaved" or "interleaved:3" (chunks a rank), "zb_h1", "zb_v",
         "auto" (the fastest for what the stages cost, within `memory_budget`), or one registered with `register_order`.
+      cluster: what the ranks can do, such as `fparallel calibrate` measures: the layers are cut into stages of equal
+        time on it, and "auto" goes by it. If None, a byte of memory counts as 16 floating point operations.
       strict: an error for every reshard that communicates and was not asked for, and for a plain result that the mean
         over micro-batches does not give (else a warning); plain arguments are compared across ranks at every step.
       compile: "eager" or "inductor": how the segments of local compute run.
@@ -335,6 +341,7 @@ def jit(
             static_argnames=static_argnames,
             memory_budget=memory_budget,
             pipeline=pipeline,
+            cluster=cluster,
             strict=strict,
             compile=compile,
         )
@@ -359,6 +366,7 @@ def jit(
         compile,
         mesh is not None,
         pipeline,
+        cluster,
     )
 
 

@@ -175,6 +175,30 @@ class TestSchedules:
         assert any(name.endswith("out") for name in held[1])
         assert not any(name.endswith("out") for name in held[0])
 
+    def test_layers_are_cut_by_what_they_take_on_a_cluster(self):
+        """Four layers: a product, then three with elementwise functions alone."""
+
+        def loss(params, batch):
+            x = batch["x"]
+            for i, p in enumerate(params["blocks"]):
+                x = x @ p["w"] if i == 0 else torch.tanh(x * p["w"][0])
+            return x.square().mean()
+
+        def first_rank(cluster):
+            step = jitted(sgd_step(loss, 2), cluster=cluster)
+            low = step.lower(params, batch)
+            return sum(plan.home == 0 for plan in low.plans if plan.layer is not None)
+
+        dim = 64
+        params = {"blocks": [{"w": matrix(i, dim, dim)} for i in range(4)]}
+        batch = {"x": matrix(9, 8, dim)}
+        rates = {"flops": {"float64": 1e9}, "op_overhead": 0.0, "run_overhead": 0.0}
+        products = fp.Cluster.preset("h100", **rates, bandwidth=1e15)  # only products take time
+        passes = fp.Cluster.preset("h100", **{**rates, "flops": {"float64": 1e18}}, bandwidth=1e9)
+        tanh = fp.Cluster.preset("h100", **rates, bandwidth=1e13, factors={"aten.tanh.default": 1e6})
+        assert first_rank(products) == 1
+        assert first_rank(passes) == first_rank(tanh) == 2
+
     @pytest.mark.parametrize("order", ["gpipe", "1f1b", "interleaved"])
     def test_the_gradient_for_the_stage_before_leaves_ahead_of_the_weight_gradients(self, order):
         low = check_step(sgd_step(blocks_loss, 4), mlp_params(4), mlp_batch(8), order=order)

@@ -20,7 +20,7 @@ class Candidate:
 
     Attributes:
       order: as in `fp.jit(..., pipeline=order)`; "auto" for one that is made for the costs of the loop.
-      time: of the step, in flops of one rank; sending takes no time.
+      time: of the step, in the unit of the costs; sending takes no time.
       rows: per rank its tasks, where the order is made for the costs.
       in_flight: the most micro-batches that a rank holds at once, where the order is made for a bound on them.
     """
@@ -44,7 +44,7 @@ def candidates(
     """The orders that are possible for a loop, the fastest first.
 
     Args:
-      costs: by kind of task ("F", "B", "W") the flops of every level.
+      costs: by kind of task ("F", "B", "W") what every level costs, in units of which one is nothing.
       budgeted: whether bytes are bounded. If not, orders of one stage a rank keep no more micro-batches than 1f1b does
         on its first rank. If so, gpipe counts too, and orders for several bounds from one micro-batch up to all.
     """
@@ -80,7 +80,7 @@ def _made(ranks: int, micros: int, cost: _TaskCosts, bounds: Sequence[int]) -> I
 
 
 class _TaskCosts:
-    """The flops of a task, from those of its levels; one more, so that none is free."""
+    """What a task costs, from what its levels do; one more, so that none is free."""
 
     def __init__(self, costs: Mapping[str, Sequence[float]], cut: Sequence[int], splits: bool) -> None:
         self.costs = {kind: [1.0] * (max(cut) + 1) for kind in "FBW"}

@@ -36,6 +36,7 @@ from fparallel.compiler.stages import Pipeline
 from fparallel.layout import Layout, mesh_atoms, same
 from fparallel.mesh import Mesh
 from fparallel.rules import LeafPlan
+from fparallel.schedule.cluster import Cluster
 from fparallel.schedule.ir import Schedule
 from fparallel.staging import Staging
 
@@ -70,6 +71,7 @@ def lower_program(
     staging: Staging | None = None,
     out_homes: Sequence[int | str | None] = (),
     *,
+    cluster: Cluster | None = None,
     budgeted: bool = False,
     chosen: Candidate | None = None,
 ) -> LoweredProgram:
@@ -84,6 +86,7 @@ def lower_program(
       staging: how the program is cut into the stages of a pipeline. The `home` of each of `inputs` is settled here.
       out_homes: per output the pipeline rank that it goes to, None for all, "any" where it comes out. What
         replaces an argument goes where that lies.
+      cluster: what the ranks of a pipeline can do, if that is known.
       budgeted: whether pipeline="auto" chooses among orders that hold less too.
       chosen: what pipeline="auto" stands for, where that is known.
     """
@@ -104,6 +107,7 @@ def lower_program(
             {},
             staging.lengths(inputs),
             staging.given,
+            cluster=cluster,
             budgeted=budgeted,
             chosen=chosen,
         )

@@ -54,16 +54,14 @@ class _Loop:
         self.first = min(placed.index for items in self.tasks.values() for placed in items)
         task_of = {id(placed): task for task, items in self.tasks.items() for placed in items}
         need: dict[Task, set[Task]] = {}
-        flops: dict[Task, float] = {}
+        costs: dict[Task, float] = {}
         for task, items in self.tasks.items():
             makers = _makers(projection, items)
             need[task] = {task_of[id(maker)] for maker in makers if id(maker) in task_of} - {task}
-            flops[task] = sum(
-                projection.pipeline.flops(p.item) for p in items if not isinstance(p.item, Join)
-            )
-        least = max(flops.values()) * 1e-6 + 1.0
+            costs[task] = sum(projection.pipeline.cost(p.item) for p in items if not isinstance(p.item, Join))
+        least = max(costs.values()) * 1e-6 + 1.0
         done, at_most = times(
-            self.plan.rows, lambda task: need.get(task, ()), lambda task: flops.get(task, 0.0) + least
+            self.plan.rows, lambda task: need.get(task, ()), lambda task: costs.get(task, 0.0) + least
         )
         for rank, row in enumerate(self.plan.rows):
             if at_most[rank] < len(row):
@@ -101,10 +99,10 @@ class _Loop:
     def _ready(self, projection: Projection, task: Task, items: Sequence[Placed]) -> list[float]:
         """When each of a task's items has run: after the start of the task, and by its end."""
         start, end = self.times[task]
-        flops = [0 if isinstance(p.item, Join) else projection.pipeline.flops(p.item) + 1 for p in items]
-        total = sum(flops) or 1
+        costs = [0 if isinstance(p.item, Join) else projection.pipeline.cost(p.item) + 1 for p in items]
+        total = sum(costs) or 1
         least, rate = math.nextafter(start, math.inf), (end - start) / total
-        return [min(max(least, start + rate * done), end) for done in itertools.accumulate(flops)]
+        return [min(max(least, start + rate * done), end) for done in itertools.accumulate(costs)]
 
     def events(self, rank: int) -> list[Task | Sent]:
         """The tasks of a rank and what it sends and receives, in an order that all ranks share."""

@@ -17,14 +17,18 @@ def segment_seconds(segment: Segment, cluster: Cluster) -> float:
     (Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", CACM 2009.) Where the ops are
     not known, as in a schedule read from text, the segment is one op that reads its inputs and writes its outputs.
     """
-    ops = [(op.work, factor_name(op.target)) for op in segment.ops if op.work is not None]
+    ops = [(op.work, op.target) for op in segment.ops if op.work is not None]
     if not ops:
         values = [*segment.inputs, *segment.outputs]
         nbytes = sum(layout.max_local_numel * dtype.itemsize for dtype, layout in values)
         work = Work(segment.flops, nbytes, _compute_dtype(segment))
         return roofline(work, cluster) + cluster.op_overhead
-    seconds = sum(roofline(work, cluster) * cluster.factors.get(name, 1.0) for work, name in ops)
-    return seconds + len(ops) * cluster.op_overhead
+    return sum(op_seconds(work, target, cluster) for work, target in ops)
+
+
+def op_seconds(work: Work, target: str, cluster: Cluster) -> float:
+    """Seconds of an op: its roofline times its factor, and the overhead of an op."""
+    return roofline(work, cluster) * cluster.factors.get(factor_name(target), 1.0) + cluster.op_overhead
 
 
 def roofline(work: Work, cluster: Cluster) -> float:
