@@ -79,7 +79,7 @@ def accumulate_rows(total: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
 def accumulate_rows_(total: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
     """`accumulate_rows` into the sum itself. On a GPU in two steps: `index_add` has no fixed order there."""
     if total.device.type == "cpu":
-        return total.index_add_(0, rows.reshape(-1), grad.reshape(-1, *total.shape[1:]))
+        return total.index_add_(0, rows.reshape(-1), grad.reshape(rows.numel(), *total.shape[1:]))
     return total.add_(torch.ops.aten.embedding_dense_backward(grad, rows, total.shape[0], -1, False))
 
 

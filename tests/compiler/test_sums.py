@@ -80,6 +80,20 @@ def test_the_rows_of_an_embedding_are_added_to_the_sum():
     assert (ops[ADD_ROWS], ops["aten.embedding_dense_backward.default"]) == (3, 1)
 
 
+@pytest.mark.parametrize("shape", [(5, 0), (5, 3)])
+@pytest.mark.parametrize("ids", [(), (0,), (2,)])
+def test_the_rows_of_tables_and_of_ids_may_be_empty(shape, ids):
+    def loss(params, batch):
+        return torch.nn.functional.embedding(batch["ids"], params["table"]).square().sum()
+
+    args = (
+        {"table": matrix(1, *shape[::-1]).T.contiguous()},
+        {"ids": torch.ones(4, *ids, dtype=torch.int64)},
+    )
+    assert ops_of(fp.jit(gradients(loss, 2), mesh=local_mesh()).lower(*args))[ADD_ROWS] == 1
+    assert_equivalent(gradients(loss, 2), args, mesh=local_mesh())
+
+
 def test_a_gradient_that_is_reduced_for_each_micro_batch_is_added_after_that():
     rules = fp.Rules(batch="dp").zero(2, axis="dp")
     step = fp.jit(gradients(loss, 4), mesh=local_mesh(2), rules=rules)
