@@ -211,7 +211,8 @@ class _Code:
     ) -> None:
         self.segment, self.segments, self.coords, self.inplace = segment, segments, coords, inplace
         self.names = Names({})
-        self.done: set[tuple[int, int]] = set()  # the pairs of `inplace` that a map op writes itself
+        self.done: set[tuple[int, int]] = set()  # the pairs of `inplace` that an op writes itself
+        self.sums: set[tuple[int, int]] = set()  # those of them that are sums: the op gives the input itself
         self.readers: dict[int, list[int]] = {}  # of every value, the ops that read it
         for at, op in enumerate(segment.ops):
             for ref in refs_of(list(op.args)):
@@ -230,9 +231,10 @@ class _Code:
         inputs = ", ".join(f"v{i}" for i in range(len(segment.inputs)))
         results = [f"v{r}" for r in segment.results]
         for out, into in self.inplace:
-            results[out] = (
-                f"v{into}.copy_(v{segment.results[out]})" if (out, into) not in self.done else f"v{into}"
-            )
+            if (out, into) not in self.done:
+                results[out] = f"v{into}.copy_(v{segment.results[out]})"
+            elif (out, into) not in self.sums:
+                results[out] = f"v{into}"
         lines.append(f"    return {''.join(r + ', ' for r in results) or '()'}")
         self.text = f"def run({inputs}):\n" + "\n".join(lines) + "\n"
         self.constants = self.names.values
@@ -255,6 +257,7 @@ class _Code:
                 into = op.args[0].index
                 if pair[1] == into and self.readers[into] == [at]:
                     self.done.add(pair)
+                    self.sums.add(pair)
                     target = f"{op.target}_"
                     return f"v{op.outs[0]} = {self.names.call(target, resolve_target(target), args, kwargs)}"
         outs = ["_" if o is None else f"v{o}" for o in op.outs]
