@@ -24,7 +24,7 @@ from fparallel.schedule.costs import op_seconds
 from fparallel.schedule.orders import balance, find_order, make_plan
 from fparallel.schedule.tasks import Plan
 
-FLOPS_PER_BYTE = 16.0
+FLOPS_PER_MEMORY_BYTE = 16.0
 """What a rank computes while it reads or writes a byte of its memory, where nothing else is known: float32 on an H100
 20, on a CPU core 5."""
 
@@ -88,9 +88,9 @@ class Pipeline:
         return self.roots.get(value) or frozenset([value] if value.pinned else [])
 
     def cost(self, item: Item) -> float:
-        """What computing an item takes a rank: picoseconds on the cluster, else as many units as `FLOPS_PER_BYTE` says.
+        """What computing an item takes a rank: picoseconds on the cluster, else flops.
 
-        Items of communication cost nothing, the parts of a block all that is in them.
+        A byte counts as `FLOPS_PER_MEMORY_BYTE`. Communication costs nothing, a direction of a block all that is in it.
         """
         if isinstance(item, Comm):
             return 0.0
@@ -100,7 +100,7 @@ class Pipeline:
                 return 0.0
             if self.cluster is not None:
                 return op_seconds(work, item.target, self.cluster) * 1e12
-            return float(max(work.flops, work.nbytes * FLOPS_PER_BYTE))
+            return float(max(work.flops, work.nbytes * FLOPS_PER_MEMORY_BYTE))
         key = (id(item.block), item.backward, item.half)
         if key not in self.costs:
             parts = split(item.block)
